@@ -182,12 +182,3 @@ def partner_ranks(rank: int, ours: Topology, theirs: Topology, num_heads: int | 
     wanted = ours.shard(rank, num_heads)
     owners = _owners(theirs, num_heads).items()
     return sorted(replicas[rank % len(replicas)] for shard, replicas in owners if wanted.shares(shard))
-
-
-def consumer_ranks(ours: Topology, theirs: Topology, num_heads: int | None) -> list[list[int]]:
-    """For every rank of the peer, the ranks of this node that fetch from it: inverse of ``partner_ranks``."""
-    consumers: list[list[int]] = [[] for _ in range(theirs.size)]
-    for rank in range(ours.size):
-        for partner in partner_ranks(rank, ours, theirs, num_heads):
-            consumers[partner].append(rank)
-    return consumers

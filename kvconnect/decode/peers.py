@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.addresses import RankAddress, is_address, join_address, split_address
-from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
+from kvconnect.cache.shard import Topology, partner_ranks
 from kvconnect.decode.loads import PeerKey
 from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause, Reason
@@ -97,7 +97,7 @@ class Peer:
     directory: tuple[RankAddress, ...] = ()
     partners: tuple[int, ...] = ()
     unused: tuple[int, ...] = ()
-    consumers: dict[int, int] = field(default_factory=dict)
+    consumers: Counter[int] = field(default_factory=Counter)
     let_go: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_LET_GO))
     releases: dict[int, list[str]] = field(default_factory=dict)
     used_at: float = 0.0
@@ -410,9 +410,10 @@ class Peers:
 def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:
     """Compute, once, which of a peer's ranks each rank of D fetches from."""
     sides = ours.meaning.topology, topology, ours.meaning.num_heads
-    peer.partners = tuple(partner_ranks(ours.rank, *sides))
-    peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumer_ranks(*sides))}
+    partners = [partner_ranks(rank, *sides) for rank in range(ours.meaning.topology.size)]
+    peer.partners = tuple(partners[ours.rank])
+    peer.consumers = Counter(itertools.chain.from_iterable(partners))
     reachable = {address.rank for address in peer.directory}
-    unused = (rank for rank, count in peer.consumers.items() if not count and rank in reachable)
+    unused = (rank for rank in range(topology.size) if rank in reachable and not peer.consumers[rank])
     # D's rank 0 ends the leases of unused replicas, for all ranks of D.
     peer.unused = tuple(unused) if ours.rank == 0 else ()

@@ -73,7 +73,7 @@ def write_inspection(
     peers = itertools.chain(
         (_source(peer, now) for peer in sources),
         (
-            _inbound(inbound, None if prefill is None else prefill.fetches.paths.get(link))
+            _inbound(inbound, None if prefill is None else prefill.fetches.paths.by_link.get(link))
             for link, inbound in transfers.inbound_peers
         ),
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from kvconnect.plan.conversion import ITEM_BYTES, SCALED
+from kvconnect.plan.wire import ITEM_BYTES, SCALED
 
 NAN_BITS = {"float8_e4m3fn": 0x7F, "bfloat16": 0x7FC0, "float16": 0x7E00}
 

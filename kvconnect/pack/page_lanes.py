@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from kvconnect.cache.region_table import UNSCALED, GroupGeometry, Region, RegionTable, Scales
 from kvconnect.errors import LayoutError
 from kvconnect.pack.casts import Cast
-from kvconnect.plan.conversion import SCALED
-from kvconnect.plan.wire import Wire, WireStream
+from kvconnect.plan.wire import SCALED, Wire, WireStream
 
 Column = NDArray[np.int64]
 # The addresses of slots, and the places of pages in them, are multiples of this.

@@ -154,14 +154,6 @@ class PeerTrust:
         )
 
 
-def epoch_of(handle: str) -> str:
-    """The epoch in a handle; empty if the text is no handle. Not authenticated: use it only to refuse one."""
-    try:
-        return _decoder.decode(_split(handle)[1][_CODE_BYTES:]).epoch
-    except (PeerError, msgspec.MsgspecError, ValueError):
-        return ""
-
-
 def _split(handle: str) -> tuple[str, bytes]:
     """Version and content of a handle. Only the canonical base64 text of the content is accepted."""
     version, text = handle[:3], handle[3:]

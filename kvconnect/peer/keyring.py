@@ -14,7 +14,7 @@ import secrets
 import stat
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -43,10 +43,7 @@ class KeyPair:
     """A CURVE key pair, 32 bytes each."""
 
     public: bytes
-    secret: bytes
-
-    def __repr__(self) -> str:
-        return f"KeyPair({self.public.hex()})"
+    secret: bytes = field(repr=False)
 
 
 class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

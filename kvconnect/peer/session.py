@@ -1,6 +1,6 @@
 """The state machine of one connection between two workers, without any I/O.
 
-A session takes frames and the time, and returns events and frames to send. ``TRANSITIONS`` lists all legal
+A session takes frames and the time, and returns events and frames to send. ``LEGAL`` lists all legal
 messages. An illegal message changes nothing, and is answered with a ``Bad`` that names state and message.
 """
 
@@ -46,22 +46,13 @@ class SessionState(enum.Enum):
     ENDED = "ended"
 
 
-TRANSITIONS: dict[tuple[Side, SessionState, type], SessionState] = {
-    (Side.DECODE, SessionState.GREETED, Welcome): SessionState.READY,
-    (Side.DECODE, SessionState.GREETED, Refused): SessionState.ENDED,
-    (Side.DECODE, SessionState.GREETED, Bad): SessionState.ENDED,
-    (Side.DECODE, SessionState.READY, Refused): SessionState.ENDED,
-    (Side.PREFILL, SessionState.NEW, Hello): SessionState.READY,
-    (Side.PREFILL, SessionState.NEW, Bad): SessionState.NEW,
-    (Side.PREFILL, SessionState.NEW, Question): SessionState.NEW,
-    **{
-        (side, SessionState.READY, kind): SessionState.READY
-        for side, kinds in ((Side.DECODE, get_args(ToDecode)), (Side.PREFILL, get_args(ToPrefill)))
-        for kind in kinds
-        if kind not in (Refused, Answer)
-    },
+LEGAL: dict[tuple[Side, SessionState], tuple[type, ...]] = {
+    (Side.DECODE, SessionState.GREETED): (Welcome, Refused, Bad),
+    (Side.DECODE, SessionState.READY): tuple(kind for kind in get_args(ToDecode) if kind is not Answer),
+    (Side.PREFILL, SessionState.NEW): (Hello, Bad, Question),
+    (Side.PREFILL, SessionState.READY): get_args(ToPrefill),
 }
-"""The state after a received message, by side, state and message. Other messages are illegal."""
+"""The messages that a side may receive in a state."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +126,6 @@ class Session:
         if self.state is not SessionState.ENDED:
             self._push(answer)
 
-    def refuse(self, reason: Reason) -> None:
-        """End the session, and send D the reason."""
-        self.state = SessionState.ENDED
-        self._push(Refused(PROTOCOL_VERSION, reason.text, reason.cause.value))
-
     def outgoing(self) -> list[bytes]:
         """Take the frames to send now, in order. Each is returned once."""
         frames, self._outgoing = self._outgoing, []
@@ -153,29 +139,27 @@ class Session:
             message = decode(self.side, frame, self._limits.max_message_bytes)
         except PeerError as error:
             return self._misused(error.reason)
-        after = TRANSITIONS.get((self.side, self.state, type(message)))
-        if after is None:
+        if type(message) not in LEGAL.get((self.side, self.state), ()):
             return self._illegal(message)
         self._heard_at, self._asked_at = now, None
         match message:
             case Hello():
                 return self._hello(message, now)
             case Welcome():
-                return self._welcome(message, after)
+                return self._welcome(message)
             case Refused() as refused:
-                self.state = after
+                self.state = SessionState.ENDED
                 # A refusal of a repeated greeting leaves earlier fetches running; their writes may go on.
                 is_of_greeting = self.peer is not None and self._unanswered_greetings > 0
                 loss = PeerLoss.UNUSABLE if is_of_greeting else PeerLoss.TOLD_TO_STOP
                 return [Ended(refused.reason.after("the prefill node refused: "), loss)]
             case Bad(reason=reason):
-                self.state = after
-                if after is SessionState.ENDED:
+                if self.state is SessionState.GREETED:
+                    self.state = SessionState.ENDED
                     text = f"the prefill node could not read this node's greeting: {reason}"
                     return [Ended(Cause.OTHER_RELEASE(text))]
                 return [Misused(Cause.PROTOCOL(f"it cannot use a message of this node: {reason}"))]
             case _:
-                self.state = after
                 return [message]
 
     def tick(self, now: float) -> list[Event]:
@@ -217,19 +201,19 @@ class Session:
     def _hello(self, hello: Hello, now: float) -> list[Event]:
         refusal = _refusal(self.ours, hello.introduction, PROTOCOL_VERSION, hello.version)
         if refusal:
-            self.refuse(refusal)
+            self._refuse(refusal)
             return [Ended(refusal, refused=hello.introduction)]
         self.state = SessionState.READY
         self.peer = hello.introduction
         self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._limits.lease_s, now))
         return [hello]
 
-    def _welcome(self, welcome: Welcome, after: SessionState) -> list[Event]:
+    def _welcome(self, welcome: Welcome) -> list[Event]:
         refusal = _refusal(welcome.introduction, self.ours, welcome.version, PROTOCOL_VERSION)
         if refusal:
             self.state = SessionState.ENDED
             return [Ended(refusal)]
-        self.state = after
+        self.state = SessionState.READY
         self._unanswered_greetings -= 1
         self.peer = welcome.introduction
         return [welcome]
@@ -239,9 +223,13 @@ class Session:
         if self.side is Side.PREFILL and self.state is SessionState.NEW:
             # D may still be in a session that P has forgotten. Only a refusal makes D greet again.
             text = "the connection is not known: it was restarted, or too many decode nodes connected since"
-            self.refuse(Cause.LOST(text))
+            self._refuse(Cause.LOST(text))
             return [Misused(reason), Ended(Cause.LOST(text))]
         return self._misused(reason)
+
+    def _refuse(self, reason: Reason) -> None:
+        self.state = SessionState.ENDED
+        self._push(Refused(PROTOCOL_VERSION, reason.text, reason.cause.value))
 
     def _misused(self, reason: Reason) -> list[Event]:
         self._push(Bad(reason.text))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -83,12 +83,9 @@ class Chunker:
         self._row_tokens = np.array([stream.row_tokens for stream in wire.streams], dtype=np.int64)
         self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
         # Cached: a chunk is placed twice, when cut and when staged, and other requests have the same chunk.
-        self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
+        self.place = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
+        """Places the rows of a chunk in its slot. Raises ``LayoutError``: the chunk does not fit the wire."""
         self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
-
-    def place(self, chunk: Chunk) -> Placement:
-        """Place the rows of a chunk in its slot. Raises ``LayoutError``: the chunk does not fit the wire."""
-        return self._placed(chunk)
 
     def _check_and_place(self, chunk: Chunk) -> Placement:
         streams = len(self.wire.streams)
@@ -179,16 +176,15 @@ class Chunker:
     def _by_tokens(
         self, first: int, stop: int, spans: tuple[TokenSpan, ...], step: int, slot_bytes: int
     ) -> Iterator[Chunk]:
-        """Chunks of whole steps of tokens. One step always fits: see ``_parts``."""
+        """Chunks of as many whole steps of tokens as fit. One step always does: see ``_parts``."""
         groups = {stream.target_group for stream in self.wire.streams[first:stop]}
         spans = tuple(span for span in spans if span.group in groups)
         at = min(span.start for span in spans) // step
         end = div_ceil(max(span.stop for span in spans), step)
-        least = self._least_steps(first, stop, step, slot_bytes)
         while at < end:
             begin = at
             bytes_to = functools.partial(self._steps_bytes, first, stop, spans, step, begin)
-            at = _last_fitting(min(at + least, end), end, slot_bytes, bytes_to)
+            at += bisect_right(range(begin + 1, end + 1), slot_bytes, key=bytes_to)
             clipped = _clip(spans, begin * step, at * step)
             if clipped:
                 yield Chunk(first, stop, clipped)
@@ -204,24 +200,6 @@ class Chunker:
 
     def _measure(self, first: int, stop: int, spans: tuple[TokenSpan, ...]) -> int:
         return self._place(first, stop, spans).total_bytes
-
-    def _least_steps(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
-        """A lower bound of the steps that fit, at least 1: a step takes ``width`` bytes plus padding."""
-        width = int((self._width[first:stop] * (step // self._row_tokens[first:stop])).sum())
-        return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
-
-
-def _last_fitting(certain: int, end: int, limit: int, bytes_to: Callable[[int], int]) -> int:
-    """The last of ``certain..end`` with at most ``limit`` bytes; they do not decrease, ``certain`` fits.
-
-    Tries ``end``, then doubles the distance to ``certain``, which is most often the last or next to it.
-    """
-    if bytes_to(end) <= limit:
-        return end
-    reach = 1
-    while certain + reach < end and bytes_to(certain + reach) <= limit:
-        certain, reach = certain + reach, 2 * reach
-    return certain + bisect_right(range(certain + 1, min(certain + reach, end)), limit, key=bytes_to)
 
 
 def _clip(spans: Iterable[TokenSpan], start: int, stop: int) -> tuple[TokenSpan, ...]:

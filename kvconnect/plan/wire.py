@@ -4,7 +4,7 @@ Both workers of a pair compute the same wire, a list of streams, in one of two o
 stream is a layer: one row per token, with the heads that both sides keep, and for each head K before V. The
 wire is then independent of block sizes, kernel splits and the order of axes. In the order ``pages`` a stream
 is a region and a row is a whole page, unchanged; both sides must have equal pages. In the order ``rows`` the
-two sides may keep a layer in different dtypes if the configuration permits: see ``conversion.py``.
+two sides may keep a layer in different dtypes if the configuration permits: see ``Conversion``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,34 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnect.cache.region_table import Region, RegionTable, Scales
+from kvconnect.cache.region_table import UNSCALED, Region, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.errors import LayoutError, LocalError
-from kvconnect.plan.conversion import ITEM_BYTES, Conversion, make_conversion
+from kvconnect.errors import LayoutError
 
 ORDERS = ("pages", "rows")
 CANNOT_MATCH = "the two caches cannot be matched: "
+
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""The types that can be converted into each other, with the bytes of a value."""
+SCALED = "float8_e4m3fn"
+"""The one of these types that has scales: a stored value stands for ``value * scale``."""
+
+
+class Conversion(msgspec.Struct, frozen=True, array_like=True):
+    """The dtypes of a layer on both sides and on the wire, which carries the narrower one.
+
+    So the side with the wider type converts, with the other side's ``scales``, one for K and one for V. A
+    ``float8_e4m3fn`` cache stores ``x / scale``, rounded to nearest, ties to even, and clamped to +-448;
+    ``UNSCALED`` if neither side is fp8. The first ``key_values`` values of a head belong to K, the others
+    to V.
+    """
+
+    source_dtype: str
+    target_dtype: str
+    wire_dtype: str
+    key_values: int
+    scales: Scales
 
 
 class WireStream(msgspec.Struct, frozen=True, array_like=True):
@@ -60,11 +81,8 @@ def align_wire(
     """The wire of two workers. With ``order`` None it is ``pages`` where pages are equal, else ``rows``.
 
     With ``convert`` token rows of different dtypes are converted where possible, in the order ``rows``. Both
-    sides must pass the same arguments. Raises ``LayoutError``, which lists why layers cannot be matched, and
-    ``LocalError``: ``order`` is unknown.
+    sides must pass the same arguments. Raises ``LayoutError``, which lists why layers cannot be matched.
     """
-    if order not in (None, *ORDERS):
-        raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")
     if order != "rows" and (wire := _page_wire(source, target)) is not None:
         return wire
     if order == "pages":
@@ -188,6 +206,20 @@ def _row_wire(
     return Wire("rows", tuple(streams))
 
 
+def _conversion(source: _LayerRows, target: _LayerRows) -> Conversion:
+    narrower = ITEM_BYTES[target.dtype] < ITEM_BYTES[source.dtype]
+    scaled = target if target.dtype == SCALED else source
+    is_scaled = SCALED in (source.dtype, target.dtype)
+    return Conversion(
+        source_dtype=source.dtype,
+        target_dtype=target.dtype,
+        # Of two equally wide types the source's travels: the target, which waits for the bytes, converts.
+        wire_dtype=target.dtype if narrower else source.dtype,
+        key_values=scaled.key_bytes // ITEM_BYTES[SCALED] if is_scaled else 0,
+        scales=scaled.scales if is_scaled else UNSCALED,
+    )
+
+
 def _row_stream(layer: str, source: _LayerRows, target: _LayerRows, converted: bool) -> WireStream:
     heads, conversion = None, None
     if source.heads is not None and target.heads is not None:
@@ -195,9 +227,7 @@ def _row_stream(layer: str, source: _LayerRows, target: _LayerRows, converted: b
     head_bytes = target.head_bytes
     word_bytes = math.gcd(8, source.piece_bytes, target.piece_bytes)
     if converted:
-        conversion = make_conversion(
-            source.dtype, target.dtype, (source.scales, source.key_bytes), (target.scales, target.key_bytes)
-        )
+        conversion = _conversion(source, target)
         item = ITEM_BYTES[conversion.wire_dtype]
         head_bytes = head_bytes // ITEM_BYTES[target.dtype] * item
         values = (side.piece_bytes // ITEM_BYTES[side.dtype] for side in (source, target))

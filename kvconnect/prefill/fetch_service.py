@@ -25,10 +25,9 @@ from kvconnect.peer.messages import (
     Landed,
     Written,
 )
-from kvconnect.prefill.kept_fetches import EVICTED, not_all
+from kvconnect.prefill.calibration import LinkMeter, found_by
 from kvconnect.prefill.leases import Consumer, Lease, LeaseBook, TransferKey
-from kvconnect.prefill.link_meter import LinkMeter, found_by
-from kvconnect.prefill.outbox import ChunkSupply, Parcel, SlotOutbox
+from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetch, PendingFetches, check_chunks
 from kvconnect.prefill.send_path import SendPath, SendPaths
 from kvconnect.prefill.sender import Sender, Sending
@@ -41,6 +40,7 @@ from kvconnect.transfer.parts import TransferContext
 logger = logging.getLogger(__name__)
 
 _REVOKED = Cause.PREFILL_ENDED("the prefill was aborted while its KV was sent")
+_EVICTED = Cause.EVICTED("the prefill node evicted it while it was sent")
 _DEVICE_POLL_S = 2e-3
 """Seconds between two checks of a prefill that a fetch waits for. More checks would slow the prefill."""
 _CALIBRATION = 0
@@ -123,7 +123,8 @@ class FetchService:
         """Begin a fetch. False: it has to wait.
 
         Raises:
-            PeerError: the peer has no right to the request.
+            PeerError: the peer has no right to the request, which may wait no more, or was evicted; or the
+                chunks exceed their bounds.
             LayoutError: the two caches do not fit, or the fetch names blocks that are not held.
         """
         fetch, peer = pending.fetch, inbound.peer
@@ -140,7 +141,8 @@ class FetchService:
             return False
         if path.meter is not None and path.meter.found.refusal:
             raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
-        if streamed and not path.streams:
+        if streamed and not path.share.is_whole:
+            # The ranks keep different tokens.
             return False
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
@@ -167,10 +169,7 @@ class FetchService:
 
     def cancelled(self, key: TransferKey, now: float) -> None:
         """A peer cancels a fetch. P answers even if the fetch itself never arrived."""
-        sending = self.sender.sendings.get(key)
-        known = sending is not None or key in self.pending.fetches
-        if sending is not None and not sending.error:
-            sending.cancelled = True
+        known = key in self.sender.sendings or key in self.pending.fetches
         self.cancel(key, Cause.ABORTED("the decode node cancelled it"))
         if not known and now >= self.not_quiescent.get(key, 0.0):
             self._answer_failure(key, Cause.NOT_HELD("the prefill node does not know the transfer"))
@@ -189,29 +188,19 @@ class FetchService:
             self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _source(self, early: PendingFetch) -> Lease | None:
-        """The lease that can serve a fetch now: held and computed, or streaming with its first chunk ready.
-
-        Raises:
-            PeerError: the rows that the fetch names were evicted.
-        """
-        lease, path = self._book.get(early.fetch.handle), self.paths.get(early.link)
+        """The lease that can serve a fetch now: computed, or streaming with the first chunk ready."""
+        lease = self._book.get(early.fetch.handle)
         if lease is None:
             return None
         if lease.held is not None:
             if not lease.is_intact:
                 raise not_all(lease.num_tokens)
             return lease if lease.held.is_computed() else None
-        if path is not None and not path.streams:
-            return None
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float) -> None:
-        """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile.
-
-        Raises:
-            PeerError: the fetch may not wait any more.
-        """
-        fetch, handle, had_waited = pending.fetch, pending.handle, pending.has_waited
+        """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile."""
+        fetch, handle, had_waited = pending.fetch, pending.fetch.handle, pending.has_waited
         if refusal := self.pending.admit(pending, now):
             raise PeerError.of(refusal)
         if not had_waited:
@@ -228,11 +217,7 @@ class FetchService:
             self._wait_for_device(lease, pending.key)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
-        """Claim a lease for one rank: a fetch covers all tokens of the lease, and a rank may fetch it once.
-
-        Raises:
-            PeerError: this rank has no right to it, or names another number of tokens.
-        """
+        """Claim a lease for one rank: a fetch covers all tokens of a lease, and a rank fetches it once."""
         if key in self.sender.sendings:
             raise PeerError(f"transfer {fetch.transfer_id} of this decode rank is under way already")
         if fetch.num_tokens != source.num_tokens:
@@ -247,29 +232,32 @@ class FetchService:
         source.claim(consumer, fetch.consumers)
 
     def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
-        """The outbox that packs the chunks of a fetch.
-
-        Raises:
-            LayoutError: the fetch names blocks or tokens that are not held.
-            PeerError: the chunks exceed their bounds, or a chunk is larger than a send slot.
-        """
         fetch = pending.fetch
         packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
         check_chunks(fetch, packer.chunker, path.slot_bytes)
         pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
-        supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, path.share)
-        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
-        if supply.largest_bytes > most_bytes:
-            raise PeerError(
-                f"a chunk has {supply.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
-            )
         note = functools.partial(
             self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
         )
-        coding = path.coding
-        if coding is not None and not coding.is_on(path.found.bytes_per_s):
-            coding = None
-        return SlotOutbox(supply, pool, path.name, note, path.mapped, coding)
+        is_coded = path.coding is not None and path.coding.is_on(path.found.bytes_per_s)
+        outbox = SlotOutbox(
+            source,
+            packer,
+            self._local.table.groups,
+            fetch.chunks,
+            path.share,
+            pool,
+            path.name,
+            note,
+            path.mapped,
+            path.coding if is_coded else None,
+        )
+        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
+        if outbox.largest_bytes > most_bytes:
+            raise PeerError(
+                f"a chunk has {outbox.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
+            )
+        return outbox
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
@@ -284,39 +272,33 @@ class FetchService:
         self._inbound_peers.send(sending.key[0], message)
 
     def look_at(self, inbound: InboundPeer, link: str, now: float) -> Reason | None:
-        """A peer looks up a prefix: report its link's rate, too. Why there is no path to the peer, or None.
-
-        A calibration that was cut short is repeated: D starts no load over a link of unknown rate.
-        """
+        """A peer looks up a prefix: report its link's rate, too. Why there is no path to it, or None."""
         try:
-            path = self._measured_path(inbound, link, now)
+            self._measured_path(inbound, link, now)
         except PeerError as error:
             return error.reason
         except LayoutError as error:
             return Cause.OTHER_LAYOUT(str(error))
-        if path is not None:
-            self._calibrate_if_due(path, link, now)
         return None
 
     def _measured_path(self, inbound: InboundPeer, link: str, now: float) -> SendPath | None:
-        """``SendPaths.path_to``, or None while the link is not calibrated: its fetches wait."""
-        path = self.paths.path_to(link, inbound)
+        """``SendPaths.path_to``, or None while the link is not calibrated: its fetches wait.
+
+        A calibration that was cut short is repeated: D starts no load by name over a link of unknown rate.
+        """
+        path, key = self.paths.path_to(link, inbound), (link, _CALIBRATION)
+        # A calibration from before the peer's latest greeting has the same key: it must end first.
+        is_free = key not in self.sender.sendings
+        if is_free and (probe := path.next_probe(self._local.look_at_traffic, now)) is not None:
+            until = now + self._config.handshake_timeout_s
+            self.sender.begin(Sending(key, path.name, probe, until, now))
         if not path.is_measured:
-            self._calibrate_if_due(path, link, now)
             return None
         self._announce(path, inbound, link)
         return path
 
     def _peers_in_use(self) -> set[str]:
         return {sending.peer for sending in self.sender.sendings.values()}
-
-    def _calibrate_if_due(self, path: SendPath, link: str, now: float) -> None:
-        key = link, _CALIBRATION
-        # A calibration from before the peer's latest greeting has the same key: it must end first.
-        if path.is_calibration_due(now) and key not in self.sender.sendings:
-            probe = path.begin_calibration(self._local.look_at_traffic())
-            until = now + self._config.handshake_timeout_s
-            self.sender.begin(Sending(key, path.name, probe, until, now))
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
@@ -331,10 +313,10 @@ class FetchService:
         lease = sending.lease
         if lease is None:
             inbound = self._inbound_peers.get(sending.key[0])
-            path = self.paths.get(sending.key[0])
+            path = self.paths.by_link.get(sending.key[0])
             if inbound is not None and path is not None and path.probe is sending.outbox:
                 probe, config = path.probe, self._config
-                found = found_by(probe, self._local, path.traffic, inbound.host, config.host)
+                found = found_by(probe, self._local, inbound.host, config.host)
                 path.calibrated(str(sending.error or ""), found, self._metrics)
                 if probe.is_whole:
                     path.calibrations.met()
@@ -352,11 +334,11 @@ class FetchService:
             sending.stop(_REVOKED)
         if not sending.error and not lease.is_intact:
             self._metrics.failures.labels("evicted").inc()
-            sending.stop(EVICTED)
+            sending.stop(_EVICTED)
         self._note(sending, Moment.ANSWER_SENT, not sending.error)
         self._count(sending)
         self._inbound_peers.send(sending.key[0], sending.answer)
-        if not sending.quiescent:
+        if sending.unsettled:
             until = now + self._config.quarantine_s
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
             self.not_quiescent[sending.key] = until
@@ -373,17 +355,17 @@ class FetchService:
             self._repeats.succeeded(str(inbound))
 
     def _count(self, sending: Sending) -> None:
-        """Count a fetch that has ended, by its result."""
         metrics, error = self._metrics, sending.error
-        # A peer that cancelled knows why; after "again" the peer fetches anew.
-        failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
+        # Of a client that left nothing is logged; after "again" the peer fetches anew.
+        is_cancelled = error is not None and error.cause is Cause.ABORTED
+        failed = "cancelled" if is_cancelled else "again" if sending.again else "failed"
         metrics.transfers.labels("sent", failed if error else "ok").inc()
         metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
         metrics.copies.labels("sent").inc(sending.outbox.copies)
         metrics.transfer_seconds.labels("sent").inc(sending.seconds)
         if not error and sending.streamed:
             metrics.streamed.inc()
-        if error and not sending.cancelled:
+        if error and not is_cancelled:
             metrics.failures.labels("preempted" if sending.again else "send").inc()
             if not sending.again:
                 who = rank_name(sending.consumer[0], sending.consumer[2])
@@ -402,6 +384,11 @@ class FetchService:
 
     def _answer_failure(self, key: TransferKey, reason: Reason) -> None:
         self._inbound_peers.send(key[0], Written(key[1], False, True, 0, 0, 0.0, reason))
+
+
+def not_all(num_tokens: int) -> PeerError:
+    """The refusal of a fetch by name whose rows hold other content now, or never held all of it."""
+    return PeerError(f"not all of {num_tokens} tokens is kept under these names", Cause.EVICTED)
 
 
 def _generations(grants: Sequence[Grant]) -> tuple[int, ...]:

@@ -104,7 +104,6 @@ class Lease:
 
     @property
     def kept(self) -> Kept | None:
-        """The rows that a peer pinned by name; None for blocks."""
         return None if self.held is None else self.held.kept
 
     @property
@@ -301,24 +300,21 @@ class LeaseBook:
             if self._repeats.logged:
                 self._repeats.succeeded(_DECODE_NODES)
             self._end(lease, held, SERVED, now)
-        elif held.kept is not None:
-            # A pin holds up no eviction, so that its expiry needs no warning.
+        elif held.revoked or held.kept is not None:
+            # P ended it itself, or it is a pin, which holds up no eviction: that needs no warning.
             self._end(lease, held, held.revoked or _NOT_FETCHED, now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
             by_none = "" if lease.renewers else ", and no decode node asked for it"
             over = f"its lease_s of {held.order.lease_s:g} s is over{by_none}"
-            reason = held.revoked or Cause.LEASE_OVER(over)
-            if not held.revoked and lease.renewers and held.expires_at >= held.last_until:
-                reason = Cause.LEASE_OVER(
-                    f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
-                )
+            if lease.renewers and held.expires_at >= held.last_until:
+                over = f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
+            reason = Cause.LEASE_OVER(over)
             what = f"{lease} was not fetched, its blocks are freed:"
             self._repeats.warn_first("lease_expired, until one is fetched", _DECODE_NODES, what, reason)
             self._end(lease, held, reason, now)
 
     def revoke_all(self, reason: Reason, now: float) -> None:
-        """End all leases."""
         for lease in list(self.leases.values()):
             self.revoke(lease, reason, now)
 

@@ -1,4 +1,4 @@
-"""The outbox of a sending: chunks packed into send slots, or directly into mapped landing slots.
+"""The outbox of a sending: its chunks, packed into send slots or directly into mapped landing slots.
 
 The sender above submits the batches and knows the bounds. Owned by the transfer thread.
 """
@@ -20,107 +20,12 @@ from kvconnect.pack.exponent_code import ExponentCoder, coded_bytes
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import MappedMemory
 from kvconnect.peer.messages import Grant
-from kvconnect.plan.blocks import WHOLE, Share
+from kvconnect.plan.blocks import Share
 from kvconnect.plan.chunks import Chunk
 from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.prefill.leases import Lease
 from kvconnect.timeline import Moment
 from kvconnect.transfer.slots import Slot, SlotEvent, SlotPool
-
-
-class ChunkSupply:
-    """The chunks of one fetch, each given out once; the fetch's order applies where the request is held.
-
-    Of a streaming prefill, a chunk can be packed once its tokens are computed, and chunks are given out in
-    that order; those with states come last. ``count``: all chunks; ``taken``: those given out;
-    ``largest_bytes``: the size of the largest.
-
-    Raises:
-        LayoutError: a chunk does not fit the packer's wire, or its tokens are not held.
-        LocalError: a block is outside this cache.
-    """
-
-    def __init__(
-        self,
-        lease: Lease,
-        packer: Packer,
-        geometry: Sequence[GroupGeometry],
-        chunks: Sequence[Chunk],
-        share: Share = WHOLE,
-    ) -> None:
-        self.count = len(chunks)
-        # A packer assumes that D computes one token again.
-        self._lease, self._ahead = lease, 1 - lease.replay
-        self.packer = packer
-        self._geometry = geometry
-        self._chunks = chunks
-        self._staged: Sequence[StagedChunk] = ()
-        self._order: Sequence[int] = range(len(chunks))
-        self.taken = 0
-        # The tokens that must be computed for each chunk, ascending; empty once all can be packed.
-        self._needs: Sequence[float] = ()
-        streams = packer.chunker.wire.streams
-        self._states = {stream.target_group for stream in streams if stream.is_state}
-        if lease.held is not None:
-            num_tokens = share.count(lease.num_tokens) + self._ahead
-            self._staged = packer.stage(share.of(lease.held.order.groups), chunks, num_tokens)
-            sizes = [staged.total_bytes for staged in self._staged]
-        else:
-            rows: dict[int, int] = {}
-            for stream in streams:
-                rows[stream.target_group] = math.lcm(rows.get(stream.target_group, 1), stream.row_tokens)
-            needs = [self._tokens_of(chunk, rows) for chunk in chunks]
-            self._order = sorted(range(len(chunks)), key=needs.__getitem__)
-            self._needs = sorted(needs)
-            sizes = [packer.chunker.place(chunk).total_bytes for chunk in chunks]
-        self.largest_bytes = max(sizes, default=0)
-
-    def _tokens_of(self, chunk: Chunk, row_tokens: dict[int, int]) -> float:
-        """The prompt tokens that a chunk needs computed. Rows are complete with their last token."""
-        if any(span.group in self._states for span in chunk.spans):
-            return math.inf
-        ends = (-(-span.stop // row_tokens[span.group]) * row_tokens[span.group] for span in chunk.spans)
-        return min(self._lease.num_tokens, max(ends, default=0))
-
-    @property
-    def due(self) -> int:
-        """How many chunks can be packed by now, those already taken included."""
-        if self._needs:
-            ready_tokens = self._lease.streamed.advance()
-            if not self._lease.is_whole:
-                return bisect.bisect_right(self._needs, ready_tokens)
-            self._needs = ()
-        return self.count
-
-    @property
-    def has_next(self) -> bool:
-        """A chunk can be packed now."""
-        return self.due > self.taken
-
-    @property
-    def is_due(self) -> bool:
-        """A chunk can be packed now, or once the device is done, which wakes no thread."""
-        return self.taken < self.count and (self._lease.held is not None or self.has_next)
-
-    @property
-    def is_over(self) -> bool:
-        """Every chunk was taken, and the request is held, so that no preemption can void them."""
-        return self.taken == self.count and self._lease.held is not None
-
-    def take(self) -> tuple[int, StagedChunk]:
-        """The next chunk, staged, with its index in the fetch. Raises as the constructor does."""
-        index = self._order[self.taken]
-        self.taken += 1
-        if self._staged:
-            return index, self._staged[index]
-        chunk = self._chunks[index]
-        tokens = [span for span in chunk.spans if span.group not in self._states]
-        first = min((span.start for span in tokens), default=0)
-        stop = max((span.stop for span in tokens), default=0)
-        blocks = self._lease.blocks_of(self._geometry, first, stop)
-        (staged,) = self.packer.stage(blocks, [chunk], self._lease.num_tokens + self._ahead)
-        return index, staged
-
 
 _MOST_IN_TURN = 4
 """Chunks that this thread packs itself before it serves anything else: some milliseconds."""
@@ -151,52 +56,97 @@ class Parcel:
 
 
 class SlotOutbox:
-    """Packs chunks into send slots as D grants landing slots, or directly into mapped landing slots.
+    """Packs a fetch's chunks into send slots as D grants landing slots, or directly into mapped ones.
+
+    Where the request is held, chunks are packed in the fetch's order. Of a streaming prefill a chunk can be
+    packed once its tokens are computed, and chunks are packed in that order; those with states come last.
+    ``copies``: all chunks; ``largest_bytes``: the size of the largest.
 
     Args:
+        geometry: P's cache groups.
+        share: the tokens of the request that both ranks keep.
         pool: P's send slots.
-        mapped: the peer's landing slots, where this process can write to them as memory.
         holder: the receiving peer, which may not take all send slots.
         note: called with each event of a chunk, and the chunk's index.
+        mapped: the peer's landing slots, where this process can write to them as memory.
         coding: takes how the coding of each chunk ended; None where chunks are not coded.
+
+    Raises:
+        LayoutError: a chunk does not fit the packer's wire, or its tokens are not held.
+        LocalError: a block is outside this cache.
     """
 
     def __init__(
         self,
-        supply: ChunkSupply,
+        lease: Lease,
+        packer: Packer,
+        geometry: Sequence[GroupGeometry],
+        chunks: Sequence[Chunk],
+        share: Share,
         pool: SlotPool,
         holder: str,
         note: Callable[[str, int], None],
         mapped: MappedMemory | None = None,
         coding: ExponentCoding | None = None,
     ) -> None:
-        self.copies = supply.count
-        self._packer = supply.packer
-        self._supply = supply
+        self.copies = len(chunks)
+        self._lease, self._packer, self._geometry, self._chunks = lease, packer, geometry, chunks
+        self._pool, self._holder, self._note = pool, holder, note
+        self._mapped, self._coding = mapped, coding
         self._grants: list[Grant] = []
-        self._pool = pool
-        self._holder = holder
-        self._note = note
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
-        self._mapped, self._coding = mapped, coding
         self._in_flight: dict[int, Parcel] = {}
+        self._taken = 0
+        # A packer assumes that D computes one token again.
+        self._ahead = 1 - lease.replay
+        self._staged: Sequence[StagedChunk] = ()
+        self._order: Sequence[int] = range(len(chunks))
+        # The tokens that must be computed for each chunk, ascending; empty once all can be packed.
+        self._needs: Sequence[float] = ()
+        streams = packer.chunker.wire.streams
+        self._states = {stream.target_group for stream in streams if stream.is_state}
+        if lease.held is not None:
+            num_tokens = share.count(lease.num_tokens) + self._ahead
+            self._staged = packer.stage(share.of(lease.held.order.groups), chunks, num_tokens)
+            sizes = [staged.total_bytes for staged in self._staged]
+        else:
+            rows: dict[int, int] = {}
+            for stream in streams:
+                rows[stream.target_group] = math.lcm(rows.get(stream.target_group, 1), stream.row_tokens)
+            needs = [self._tokens_of(chunk, rows) for chunk in chunks]
+            self._order = sorted(range(len(chunks)), key=needs.__getitem__)
+            self._needs = sorted(needs)
+            sizes = [packer.chunker.place(chunk).total_bytes for chunk in chunks]
+        self.largest_bytes = max(sizes, default=0)
+
+    def _tokens_of(self, chunk: Chunk, row_tokens: dict[int, int]) -> float:
+        """The prompt tokens that a chunk needs computed. Rows are complete with their last token."""
+        if any(span.group in self._states for span in chunk.spans):
+            return math.inf
+        ends = (-(-span.stop // row_tokens[span.group]) * row_tokens[span.group] for span in chunk.spans)
+        return min(self._lease.num_tokens, max(ends, default=0))
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
         """Take landing slots that the peer grants. Returns those that no chunk can fill yet."""
-        wanted = max(0, self._supply.due - self._supply.taken - len(self._grants))
+        wanted = max(0, self.due - self._taken - len(self._grants))
         self._grants.extend(grants[:wanted])
         return grants[wanted:]
 
     @property
     def due(self) -> int:
         """How many chunks can be packed by now, those already taken included."""
-        return self._supply.due
+        if self._needs:
+            ready_tokens = self._lease.streamed.advance()
+            if not self._lease.is_whole:
+                return bisect.bisect_right(self._needs, ready_tokens)
+            self._needs = ()
+        return self.copies
 
     @property
     def exhausted(self) -> bool:
-        """Every chunk was taken to be packed."""
-        return self._supply.is_over
+        """Every chunk was taken, and the request is held, so that no preemption can void them."""
+        return self._taken == self.copies and self._lease.held is not None
 
     @property
     def is_packing(self) -> bool:
@@ -208,8 +158,11 @@ class SlotOutbox:
         """``advance`` has work, now or later, that no message and no completion will report."""
         if self.is_packing:
             return True
-        # Without a grant: either the device's end is awaited, which wakes no thread, or the peer's message.
-        return self._supply.is_due and (bool(self._grants) or not self._supply.has_next)
+        if self.due > self._taken:
+            # Without a grant, the peer's message is awaited.
+            return bool(self._grants)
+        # The device's end is awaited, which wakes no thread.
+        return self._taken < self.copies and self._lease.held is not None
 
     def advance(self, stopping: bool) -> Iterator[Parcel]:
         """Pack all chunks that can be packed; if ``stopping``, return filled slots that were not submitted.
@@ -225,10 +178,10 @@ class SlotOutbox:
                 self._move(parcel, SlotEvent.RETURN)
             self._filled.clear()
             return
-        most = self._supply.taken + _MOST_IN_TURN
+        most = self._taken + _MOST_IN_TURN
         # A send slot is taken only together with a landing slot: no sending waits while holding one.
-        while self._grants and self._supply.has_next and self._has_room:
-            if self._packer.is_blocking and (self._filled or self._supply.taken == most):
+        while self._grants and self.due > self._taken and self._has_room:
+            if self._packer.is_blocking and (self._filled or self._taken == most):
                 # This thread packs itself: it sends the chunks packed so far before it packs more.
                 break
             self._pack_next()
@@ -258,10 +211,24 @@ class SlotOutbox:
         if parcel.slot is not None:
             self._pool.move(parcel.slot, event)
 
+    def _take(self) -> tuple[int, StagedChunk]:
+        """The next chunk, staged, with its index in the fetch. Raises as the constructor does."""
+        index = self._order[self._taken]
+        self._taken += 1
+        if self._staged:
+            return index, self._staged[index]
+        chunk = self._chunks[index]
+        tokens = [span for span in chunk.spans if span.group not in self._states]
+        first = min((span.start for span in tokens), default=0)
+        stop = max((span.stop for span in tokens), default=0)
+        blocks = self._lease.blocks_of(self._geometry, first, stop)
+        (staged,) = self._packer.stage(blocks, [chunk], self._lease.num_tokens + self._ahead)
+        return index, staged
+
     def _pack_next(self) -> None:
         # The slot that the peer used last: with a CPU, its memory is still in the processor's cache.
         grant = self._grants.pop()
-        chunk, staged = self._supply.take()
+        chunk, staged = self._take()
         length_bytes = staged.total_bytes
         if grant.length_bytes < length_bytes:
             raise PeerError(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.handles import epoch_of
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.prefill.leases import Consumer, TransferKey
@@ -38,13 +37,7 @@ class PendingFetch:
     timer: Timer | None = None
 
     @property
-    def handle(self) -> str:
-        """The handle that the fetch names."""
-        return self.fetch.handle
-
-    @property
     def key(self) -> TransferKey:
-        """The fetch's connection and transfer number."""
         return self.link, self.fetch.transfer_id
 
     @property
@@ -130,7 +123,6 @@ class PendingFetches:
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
-        self._epoch = ""
 
     def __len__(self) -> int:
         return len(self.fetches) + len(self.let_go)
@@ -162,17 +154,16 @@ class PendingFetches:
             return
         del self.fetches[early.key]
         self.touched.pop(early.key, None)
-        of_handle = self._by_handle[early.handle]
+        of_handle = self._by_handle[early.fetch.handle]
         del of_handle[early.key]
         if not of_handle:
-            del self._by_handle[early.handle]
+            del self._by_handle[early.fetch.handle]
         if early.timer is not None:
             early.timer.cancel()
 
     def expect(self, handle: str) -> bool:
         """Note a prefill under way. False: too many are, and its fetches wait as for an unknown handle."""
         self.over.pop(handle, None)
-        self._epoch = self._epoch or epoch_of(handle)
         if len(self.expected) >= self._capacity:
             return False
         self.expected.add(handle)
@@ -204,10 +195,8 @@ class PendingFetches:
 
     def hold(self, handle: str) -> EarlyRelease | None:
         """Note that a request is held now. Returns the early release of its handle, if peers sent one."""
-        self._epoch = self._epoch or epoch_of(handle)
         self.expected.discard(handle)
         self.over.pop(handle, None)
-        self.touch(handle)
         return self._take_refusal(handle)
 
     def _take_refusal(self, handle: str) -> EarlyRelease | None:
@@ -218,17 +207,12 @@ class PendingFetches:
 
     def admit(self, early: PendingFetch, now: float) -> Reason | None:
         """Let a fetch wait, for the first time or on. Returns why it cannot, or None."""
-        handle, key, until = early.handle, early.key, early.deadline
+        handle, key, until = early.fetch.handle, early.key, early.deadline
         is_known = handle in self._held or handle in self.expected
         if not is_known:
             until = min(until, early.received_at + self._early_fetch_s)
         if handle in self.over:
             return self.over[handle]
-        # Handles of this node's scheduler carry the epoch of its start; transfer ids carry none.
-        if not is_known and self._epoch and epoch_of(handle) not in ("", self._epoch):
-            return Cause.NOT_HELD(
-                "the handle is of an earlier start of the prefill node, which holds nothing of that any more"
-            )
         if now >= until:
             if is_known:
                 waited_s = now - early.received_at

@@ -45,7 +45,7 @@ _RELEASED = Cause.ABORTED("the router released it, as its client left")
 class _Prefill:
     """One request that has not ended; ``handle`` is that of its transfer id, if the request owns one.
 
-    ``is_released``: no decode node will fetch it.
+    ``release_name``: the router's name to release it by; ``is_released``: no decode node will fetch it.
     ``is_refused``: there was no room for it. ``has_blocks``: it was admitted; ``is_stale``: the caches were
     reset since. The device was given ``computed`` of its tokens by the end of ``step``. Where
     ``is_streamed``: ``known`` counts, by cache group, the block positions sent to the workers or in
@@ -53,6 +53,7 @@ class _Prefill:
     """
 
     handle: str = ""
+    release_name: str = ""
     is_released: bool = False
     num_tokens: int = 0
     has_blocks: bool = False
@@ -64,35 +65,6 @@ class _Prefill:
     fresh: dict[int, list[int]] = field(default_factory=dict)
     computed: int = 0
     computed_sent: int = 0
-
-
-class _Releasable:
-    """The requests that a router can release, by its name for them."""
-
-    def __init__(self) -> None:
-        # As keys: in the sequence of their arrival.
-        self._requests: dict[str, dict[str, None]] = {}
-        self._names: dict[str, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def add(self, request_id: str, name: str) -> None:
-        self._names[request_id] = name
-        self._requests.setdefault(name, {})[request_id] = None
-
-    def forget(self, request_id: str) -> None:
-        if (name := self._names.pop(request_id, None)) is not None:
-            del self._requests[name][request_id]
-            if not self._requests[name]:
-                del self._requests[name]
-
-    def take(self, name: str) -> list[str]:
-        """The requests of a name, which are forgotten."""
-        found = list(self._requests.get(name, ()))
-        for request_id in found:
-            self.forget(request_id)
-        return found
 
 
 class PrefillRequests:
@@ -126,9 +98,10 @@ class PrefillRequests:
         self._went_on: dict[str, None] = {}
         # By handle the request that is held under it, or was promised it as the handle of its transfer id.
         self._owners: dict[str, str] = {}
-        # By id the handle of each held request.
-        self._held: dict[str, str] = {}
-        self._releasable = _Releasable()
+        # By id the handle of each held request, and the router's name to release it by.
+        self._held: dict[str, tuple[str, str]] = {}
+        # The requests of each such name, as keys: in the sequence of their arrival.
+        self._releasable: dict[str, dict[str, None]] = {}
         # Handles of held requests that are to be given up, with the reason.
         self._given_up: dict[str, Reason] = {}
         self._answers: dict[str, dict[str, Any]] = {}
@@ -152,7 +125,7 @@ class PrefillRequests:
     def pause(self) -> None:
         """The stack waits until no request holds blocks: give up those that are held, and hold none."""
         self._draining = self._draining or _PAUSED
-        self._given_up.update(dict.fromkeys(self._held.values(), _PAUSED))
+        self._given_up.update((handle, _PAUSED) for handle, _ in self._held.values())
 
     def resume(self) -> None:
         """The stack goes on after a pause."""
@@ -179,7 +152,8 @@ class PrefillRequests:
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, is_routers = self._named(request)
         if RELEASE_KEY in params and (name := self._release_name(request)):
-            self._releasable.add(request_id, name)
+            prefill.release_name = name
+            self._releasable.setdefault(name, {})[request_id] = None
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -316,7 +290,7 @@ class PrefillRequests:
                     self._answers[parent] = dict(held)
                     return True, held
                 reason = held
-        self._releasable.forget(request_id)
+        self._forget(prefill.release_name, request_id)
         if prefill.handle:
             del self._owners[prefill.handle]
             self._draft.withdraw(prefill.handle, reason)
@@ -325,10 +299,11 @@ class PrefillRequests:
     def update_results(self, results: Results) -> None:
         """Take the workers' results: free the requests whose leases have ended."""
         for request_id in results.sent:
-            if (handle := self._held.pop(request_id, None)) is not None:
+            if (held := self._held.pop(request_id, None)) is not None:
+                handle, release_name = held
                 self._draft.note(Moment.FREED, "", request_id)
                 del self._owners[handle]
-                self._releasable.forget(request_id)
+                self._forget(release_name, request_id)
                 self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
@@ -338,16 +313,23 @@ class PrefillRequests:
             "promised": len(self._owners) - len(self._held),
             "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
-            "releasable": len(self._releasable),
+            "releasable": sum(map(len, self._releasable.values())),
         }
 
     def _release(self, request: RequestView) -> None:
         """End what is held for the requests of a router's name, and hold none of those that are computed."""
-        for request_id in self._releasable.take(self._release_name(request)):
+        for request_id in self._releasable.pop(self._release_name(request), ()):
             if request_id in self._held:
-                self._given_up[self._held[request_id]] = _RELEASED
+                self._given_up[self._held[request_id][0]] = _RELEASED
             else:
                 self._requests[request_id].is_released = True
+
+    def _forget(self, release_name: str, request_id: str) -> None:
+        """A request can no longer be released."""
+        named = self._releasable.get(release_name, {})
+        named.pop(request_id, None)
+        if not named:
+            self._releasable.pop(release_name, None)
 
     def _release_name(self, request: RequestView) -> str:
         """The router's name that a request has; empty without one, or one that cannot be used."""
@@ -411,7 +393,7 @@ class PrefillRequests:
             params[TRANSFER_KEY] = transfer_id
         elif batch and not number and self._takes_all_of(batch):
             params[BATCH_KEY] = self._batch_id(batch)
-        self._held[request.request_id] = handle or token
+        self._held[request.request_id] = handle or token, prefill.release_name
         self._owners[handle or token] = request.request_id
         return params
 

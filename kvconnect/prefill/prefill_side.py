@@ -16,6 +16,7 @@ from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
     MAX_HANDLES,
+    PIN_PREFIX,
     Cancel,
     CreditGrant,
     Fetch,
@@ -23,18 +24,18 @@ from kvconnect.peer.messages import (
     Introduction,
     Message,
     PinPrefix,
+    PrefixFound,
     Release,
     Renew,
     Renewed,
 )
-from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.kept_fetches import KeptFetches
+from kvconnect.prefill.fetch_service import FetchService, not_all
 from kvconnect.prefill.leases import SERVED, Lease, LeaseBook
 from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
 from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
-from kvconnect.transfer.parts import Finished, Pace, TransferContext, carry_out_each
+from kvconnect.transfer.parts import Finished, Pace, TransferContext, carry_out_each, count_misuse
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ _NOT_RENEWED = Cause.LEASE_OVER("the decode node no longer renews the lease")
 _PREEMPTED = Cause.PREFILL_ENDED("the prefill was preempted")
 _NO_LONGER = Cause.FETCHED_BEFORE("the request is no longer held: every rank that wanted it was served")
 ASLEEP = Cause.STOPPING("the prefill node sleeps, and keeps no KV meanwhile")
+_TOO_MANY = Cause.BUSY("the prefill node was asked for more names than it looks up for one decode node")
+_NOTHING_KEPT = Cause.NOT_HELD("the prefill node keeps nothing under names for peers")
 
 
 class PrefillSide(Service):
@@ -62,7 +65,7 @@ class PrefillSide(Service):
         self.inbound_peers = inbound_peers
         self.fetches = FetchService(context, self.book, inbound_peers)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
-        self.kept = KeptFetches(context, self.book)
+        self._config, self._local = context.config, context.local
         self._reports, self._metrics = context.reports, context.metrics
         self._draining: Reason | None = None
         self._drain_until = math.inf
@@ -140,8 +143,6 @@ class PrefillSide(Service):
             lease.renewers.add(link)
             self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
-        if now >= self._drain_until:
-            self._give_up(now)
 
     def _cut_short(self, lease: Lease | None, reason: Reason, *, again: bool) -> None:
         """Cancel the sendings of a prefill, whose chunks are void; ``again``: the peer is to fetch anew."""
@@ -173,8 +174,7 @@ class PrefillSide(Service):
         Sendings of held requests go on: the peer had the old weights, and fails the load if it has others.
         """
         for handle in list(self.book.streaming):
-            self.pending.end(handle, reason)
-            self._cut_short(self.book.streaming.pop(handle), reason, again=False)
+            self._void(handle, reason)
         self.book.revoke_all(reason, now)
 
     # Messages of peers, and completions
@@ -183,11 +183,12 @@ class PrefillSide(Service):
         return {link for link, _ in self.sender.sendings}
 
     def met(self, link: str) -> None:
-        self.fetches.paths.forget(link)
+        # A peer may introduce itself anew.
+        self.forgotten(link)
         self.pending.touch_link(link)
 
     def forgotten(self, link: str) -> None:
-        self.fetches.paths.forget(link)
+        self.fetches.paths.by_link.pop(link, None)
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
         peer = inbound.peer
@@ -197,8 +198,6 @@ class PrefillSide(Service):
                     Moment.FETCH_RECEIVED, peer.rank, handle=message.handle, transfer_id=message.transfer_id
                 )
                 self.fetches.begin(PendingFetch(link, message, now), now)
-                if now >= self._drain_until:
-                    self._give_up(now)
             case CreditGrant():
                 self.fetches.granted((link, message.transfer_id), message)
             case Cancel():
@@ -208,12 +207,12 @@ class PrefillSide(Service):
             case Renew(handles=handles):
                 inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case FindPrefix():
-                refusal = self._draining or self.fetches.look_at(inbound, link, now)
-                inbound.session.send(self.kept.find(inbound, message, refusal, now))
+                inbound.session.send(self._found(inbound, message, link, now))
             case PinPrefix():
                 try:
-                    self.kept.pin(inbound, message, self._draining, now)
+                    self._pin(inbound, message, now)
                 except PeerError as error:
+                    # Fetches of the handle are refused with this reason.
                     self.pending.end(message.handle, error.reason)
 
     def completed(self, completion: Completion, now: float) -> None:
@@ -221,6 +220,9 @@ class PrefillSide(Service):
 
     def advance(self, now: float) -> bool:
         """Serve fetches, and answer those that have ended. Whether any work advanced without an event."""
+        if now >= self._drain_until:
+            # Also what was held or asked for since.
+            self._give_up(now)
         self.fetches.advance(now)
         if self._drained is not None and self._is_idle:
             drained, self._drained = self._drained, None
@@ -288,6 +290,51 @@ class PrefillSide(Service):
                 if handle not in self.pending.expected:
                     unknown.append(handle)
         return Renewed(tuple(epochs), tuple(over), tuple(unknown))
+
+    def _found(self, inbound: InboundPeer, asked: FindPrefix, link: str, now: float) -> PrefixFound:
+        """The answer to a prefix lookup; its ``error`` is a refusal, not a lack of the names."""
+        kept = self._local.kept
+        refusal = self._draining or self.fetches.look_at(inbound, link, now) or inbound.disagrees
+        if refusal or kept is None:
+            return PrefixFound(asked.number, error=refusal or _NOTHING_KEPT)
+        # Names before ``start_tokens`` are not looked up, and cost nothing.
+        num_names = len(asked.prefix.names) - asked.prefix.start_tokens // asked.prefix.naming.tokens
+        if not inbound.names.take(max(0, num_names), now):
+            return PrefixFound(asked.number, error=_TOO_MANY, is_busy=True)
+        return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
+
+    def _pin(self, inbound: InboundPeer, asked: PinPrefix, now: float) -> None:
+        """Pin KV of these names under a lease: once per handle, for all ranks of the peer's engine.
+
+        What has the names may still be evicted: chunks of rows and blocks that were given away meanwhile are
+        void. A stack is asked to reuse pinned blocks last, which takes until its next step; a stack that does
+        not step reuses none. Raises ``PeerError``: nothing can be pinned.
+        """
+        handle, kept, num_tokens = asked.handle, self._local.kept, asked.num_tokens
+        if handle in self.leases:
+            return
+        if not handle.startswith(PIN_PREFIX):
+            # The handle may be one that this node issued: ending it would void that request.
+            text = f"a handle to pin does not begin with {PIN_PREFIX!r}"
+            count_misuse(self._metrics, self._repeats, str(inbound), text)
+            return
+        refusal = self._draining or inbound.disagrees
+        if refusal or kept is None:
+            raise PeerError.of(refusal or _NOTHING_KEPT)
+        if len(self.leases) >= self._config.max_leases:
+            text = f"{len(self.leases)} requests are held already, and the prefill node holds no more"
+            raise PeerError(text, Cause.BUSY)
+        # Only the names of the first ``num_tokens`` tokens are looked up.
+        names = min(len(asked.prefix.names), num_tokens // asked.prefix.naming.tokens)
+        if not inbound.names.take(names, now):
+            raise PeerError.of(_TOO_MANY)
+        found = kept.hold(asked.prefix, num_tokens)
+        if found is None:
+            raise not_all(num_tokens)
+        self.book.pin(handle, inbound.peer.engine_id, num_tokens, found, now)
+        self._metrics.named_leases.labels("device" if found.on_device else "host").inc()
+        if found.on_device:
+            self._reports.read(block for group in found.groups for block in group.block_ids if block)
 
     def _lease_ended(self, lease: Lease, reason: Reason) -> None:
         """A lease has ended: free its request, and inform the peers that renewed it."""

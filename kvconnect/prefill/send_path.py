@@ -25,9 +25,8 @@ from kvconnect.peer.agreement import source_share
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.blocks import Share
-from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox, transport_over
 from kvconnect.prefill.exponent_coding import ExponentCoding
-from kvconnect.prefill.link_meter import LinkMeter, transport_over
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer, rank_name
 from kvconnect.transfer.local import without_slots
@@ -46,10 +45,9 @@ class SendPath:
     do not travel as blocks do. ``mapped``: the peer's landing slots, where they are memory of this machine;
     elsewhere the engine writes, and fetches wait until the link ``is_measured``. ``new_probe`` makes a
     calibration, ``probe`` is the one under way, ``calibrations`` counts those cut short. ``calibrated_s``:
-    the seconds that a batch of so many bytes took in the last whole one. ``traffic``: this machine's traffic
-    when the calibration began. ``found``: the result of the calibration, or the engine's own statement
-    without one; ``meter`` measures the link after that. ``coding`` chooses whether chunks are coded; None
-    where the peer or this worker does not code.
+    the seconds that a batch of so many bytes took in the last whole one. ``found``: the result of the
+    calibration, or the engine's own statement without one; ``meter`` measures the link after that.
+    ``coding`` chooses whether chunks are coded; None where the peer or this worker does not code.
     """
 
     who: str
@@ -60,31 +58,21 @@ class SendPath:
     kept_packer: Callable[[bool], Packer]
     found: Transport
     mapped: MappedMemory | None = None
-    new_probe: Callable[[], ProbeOutbox] | None = None
+    new_probe: Callable[[Traffic], ProbeOutbox] | None = None
     is_measured: bool = False
     probe: ProbeOutbox | None = None
     calibrated_s: Callable[[int], float] | None = None
     calibrations: Breaker = field(default_factory=Breaker)
-    traffic: Traffic = field(default_factory=Traffic)
     meter: LinkMeter | None = None
     coding: ExponentCoding | None = None
 
-    @property
-    def streams(self) -> bool:
-        """Prefills can be streamed to this peer: both ranks keep the same tokens."""
-        return self.share.is_whole
-
-    def is_calibration_due(self, now: float) -> bool:
-        """Whether the link is to be measured now, for the first time or again."""
-        if self.probe is not None or self.new_probe is None:
-            return False
-        return not self.is_measured or (self.calibrations.failures > 0 and self.calibrations.may_try(now))
-
-    def begin_calibration(self, traffic: Traffic) -> ProbeOutbox:
-        """Make a probe of the link; ``traffic``: this machine's traffic counters now."""
-        assert self.new_probe is not None
-        self.traffic, self.probe = traffic, self.new_probe()
+    def next_probe(self, look_at_traffic: Callable[[], Traffic], now: float) -> ProbeOutbox | None:
+        """A probe, if the link is to be measured now, for the first time or again."""
+        is_due = not self.is_measured or (self.calibrations.failures and self.calibrations.may_try(now))
+        if self.probe is not None or self.new_probe is None or not is_due:
+            return None
         self.calibrations.tried()
+        self.probe = self.new_probe(look_at_traffic())
         return self.probe
 
     def calibrated(self, error: str, found: Transport, metrics: Metrics) -> None:
@@ -97,7 +85,7 @@ class SendPath:
             metrics.failures.labels("calibration").inc()
         if error and not self.calibrations.failures:
             logger.warning(
-                "the link to %s could not be measured, which is tried again when it asks for KV by name: %s",
+                "the link to %s could not be measured, which is tried again when it asks for KV: %s",
                 self.who,
                 error,
             )
@@ -119,27 +107,19 @@ class SendPaths:
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._in_use = in_use
         self._allowed = AllowList(context.config.allow_peers)
-        self._paths: dict[str, SendPath] = {}
+        self.by_link: dict[str, SendPath] = {}
         self._connected: OrderedDict[str, None] = OrderedDict()
-
-    def get(self, link: str) -> SendPath | None:
-        """The path of a connection's peer; None before ``path_to``."""
-        return self._paths.get(link)
-
-    def forget(self, link: str) -> None:
-        """Drop the path of a connection whose peer introduced itself anew, or is gone."""
-        self._paths.pop(link, None)
 
     def path_to(self, link: str, inbound: InboundPeer) -> SendPath:
         """The path to a peer, made at its first fetch or lookup: a peer may only ask for the directory.
 
         Raises:
-            LayoutError: the two caches do not fit; the text has every reason.
-            PeerError: the engine cannot use the peer's card.
+            LayoutError: one side has no slots, or the two caches do not fit; the text has every reason.
+            PeerError: the engine cannot use the peer's card, or the card names a host that is not trusted.
         """
-        path = self._paths.get(link)
+        path = self.by_link.get(link)
         if path is None:
-            path = self._paths[link] = self._make_path(inbound.session.ours, inbound.peer)
+            path = self.by_link[link] = self._make_path(inbound.session.ours, inbound.peer)
             over = "shared memory" if path.mapped else self._local.engine.capabilities
             logger.info("%s fetches: over %s", inbound, over)
         if path.mapped is None:
@@ -150,9 +130,6 @@ class SendPaths:
         """Make the path to a peer.
 
         The engine's name of the peer contains a digest of its card: memory registered anew has a new name.
-
-        Raises:
-            LayoutError: one side has no slots, or the two caches do not fit.
         """
         local, convert = self._local, self._config.convert_dtype
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
@@ -229,11 +206,7 @@ class SendPaths:
             self._disconnect_idle(self._in_use() | {path.name})
 
     def _check_host(self, inbound: InboundPeer, card: bytes) -> None:
-        """Refuse a card that names another host than the peer's: that host would receive the peer's KV.
-
-        Raises:
-            PeerError: the peer's card names a host that is neither its own nor listed in ``allow_peers``.
-        """
+        """Refuse a card that names another host than the peer's: that host would receive the peer's KV."""
         named = card_host(card)
         is_own = not named or not inbound.host or same_host(named, inbound.host)
         if is_own or self._allowed.allows(named, None):

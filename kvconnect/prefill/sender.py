@@ -16,9 +16,8 @@ from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
-from kvconnect.prefill.calibration import ProbeOutbox
+from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
-from kvconnect.prefill.link_meter import LinkMeter
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.transfer.parts import Timer, TransferContext
 from kvconnect.transfer.slots import Slot, SlotEvent
@@ -30,11 +29,10 @@ logger = logging.getLogger(__name__)
 class Sending:
     """P's record of one fetch under way, or of a calibration, which has no ``lease`` and no ``consumer``.
 
-    An ``error`` ends it early. ``again``: the peer may fetch anew; ``cancelled``: the peer cancelled it.
-    ``streamed``: its prefill was under way when it began. ``in_flight``: bytes by id of its batches.
-    ``due_reported``: for how many chunks the peer knows that P can use slots; None: all. ``meter`` measures
-    the link. ``unsettled``: generations of landing slots that are not quiescent. ``timer`` fires at the
-    deadline.
+    An ``error`` ends it early; ``again``: the peer may fetch anew. ``streamed``: its prefill was under way
+    when it began. ``in_flight``: bytes by id of its batches. ``due_reported``: for how many chunks the peer
+    knows that P can use slots; None: all. ``meter`` measures the link. ``unsettled``: generations of landing
+    slots that are not quiescent. ``timer`` fires at the deadline.
     """
 
     key: TransferKey
@@ -52,8 +50,6 @@ class Sending:
     moving_s: float = 0.0
     error: Reason | None = None
     again: bool = False
-    cancelled: bool = False
-    quiescent: bool = True
     due_reported: int | None = None
     unsettled: list[int] = field(default_factory=list)
     meter: LinkMeter | None = None
@@ -81,12 +77,12 @@ class Sending:
         return Written(
             transfer_id=self.key[1],
             ok=not self.error,
-            quiescent=self.quiescent,
+            quiescent=not self.unsettled,
             total_bytes=self.total_bytes,
             copies=self.outbox.copies,
             seconds=self.seconds,
             error=self.error,
-            again=self.again and self.quiescent,
+            again=self.again and not self.unsettled,
             epoch=self.epoch,
             unsettled=tuple(self.unsettled),
             attachment=b"" if held is None else held.order.attachment,
@@ -178,7 +174,6 @@ class Sender:
         if completion.ok:
             sending.total_bytes += completion.total_bytes
         else:
-            sending.quiescent &= completion.quiescent
             sending.stop(Cause.ENGINE(f"the prefill node's engine: {completion.error or 'no reason given'}"))
         if parcel is not None and parcel.slot is not None and not completion.quiescent:
             until = now + self._config.quarantine_s

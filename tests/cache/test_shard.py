@@ -15,7 +15,6 @@ from kvconnect.cache.shard import (
     HeadInterval,
     Residue,
     Topology,
-    consumer_ranks,
     layer_number,
     partner_ranks,
     shard_heads,
@@ -72,14 +71,6 @@ def test_each_byte_that_a_rank_keeps_comes_from_exactly_one_partner(ours, theirs
             got += shared
         assert got == wanted
         assert partners == sorted(set(partners))
-
-
-@given(topologies(), topologies(), heads)
-def test_consumers_are_the_inverse_of_partners(ours, theirs, num_heads):
-    consumers = consumer_ranks(ours, theirs, num_heads)
-    for rank in range(ours.size):
-        partners = partner_ranks(rank, ours, theirs, num_heads)
-        assert partners == [partner for partner in range(theirs.size) if rank in consumers[partner]]
 
 
 @given(topologies(), st.integers(0, LAYERS - 1))

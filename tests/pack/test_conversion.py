@@ -14,8 +14,7 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
 from kvconnect.errors import LayoutError
 from kvconnect.peer.agreement import table_refusal
-from kvconnect.plan.conversion import Conversion
-from kvconnect.plan.wire import Wire, align_wire
+from kvconnect.plan.wire import Conversion, Wire, align_wire
 from tests.pack.sides import Layer, Model, Shape, Side
 
 BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn

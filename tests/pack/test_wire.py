@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.errors import LayoutError, LocalError
+from kvconnect.errors import LayoutError
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import ALIGN_BYTES, Chunk, Chunker, TokenSpan, wanted_spans
 from kvconnect.plan.wire import Wire, WireStream, align_wire
@@ -190,8 +190,6 @@ def test_pages_are_chosen_where_they_are_equal_and_refused_where_not():
         assert align_wire(card(), card(**other)).order == "rows"
         with pytest.raises(LayoutError, match="their pages are not alike"):
             align_wire(card(), card(**other), "pages")
-    with pytest.raises(LocalError, match="accepted: pages, rows"):
-        align_wire(card(), card(), "columns")
 
 
 def test_a_layer_that_the_source_lacks_is_named():

@@ -132,27 +132,40 @@ def zmq_channel(keyring=None, port=0, allowed=(), count=lambda reason: None, **l
     return ZmqChannel(extra, port, keyring, AllowList(allowed), count)
 
 
-def test_wake_ends_a_wait():
-    channel = zmq_channel()
+@pytest.fixture
+def channels():
+    made = []
+
+    def make(keyring=None, **more):
+        counted = []
+        channel = zmq_channel(keyring, count=counted.append, **{"handshake_timeout_s": 1, **more})
+        channel.counted = counted
+        made.append(channel)
+        return channel
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+def test_wake_ends_a_wait(channels):
+    channel = channels()
     channel.wake()
     start = time.monotonic()
     channel.wait(10)
     assert time.monotonic() - start < 5
     channel.receive()
-    channel.close()
 
 
-def test_messages_beyond_the_limit_do_not_arrive():
-    server, client = zmq_channel(max_message_bytes=1000), zmq_channel()
+def test_messages_beyond_the_limit_do_not_arrive(channels):
+    server, client = channels(max_message_bytes=1000), channels()
     client.connect("p", "127.0.0.1", server.port)
     client.send("p", bytes(2000))
     assert arrivals(server, 1, timeout_s=0.5) == []
-    server.close()
-    client.close()
 
 
-def test_a_message_of_several_parts_is_dropped():
-    server = zmq_channel()
+def test_a_message_of_several_parts_is_dropped(channels):
+    server = channels()
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(f"tcp://127.0.0.1:{server.port}")
@@ -161,12 +174,10 @@ def test_a_message_of_several_parts_is_dropped():
     assert [frame.data for frame in arrivals(server, 1)] == [b"one"]
     dealer.close(0)
     context.term()
-    server.close()
 
 
-def test_a_message_of_an_old_zeromq_is_dropped_and_all_others_arrive():
-    dropped = []
-    server, client = zmq_channel(count=dropped.append), zmq_channel()
+def test_a_message_of_an_old_zeromq_is_dropped_and_all_others_arrive(channels):
+    server, client = channels(), channels()
     client.connect("p", "127.0.0.1", server.port)
     client.send("p", b"before")
     old = b"\xff" + bytes(8) + b"\x7f" + b"\x01\x05" + b"\x00\x00"
@@ -177,30 +188,26 @@ def test_a_message_of_an_old_zeromq_is_dropped_and_all_others_arrive():
         client.send("p", b"after")
         time.sleep(0.1)
         assert [frame.data for frame in arrivals(server, 2)] == [b"before", b"after"]
-    assert dropped == ["peer_message"] * 3
-    client.close()
-    server.close()
+    assert server.counted == ["peer_message"] * 3
 
 
-def test_a_port_that_is_taken_is_a_config_error():
-    first = zmq_channel()
+def test_a_port_that_is_taken_is_a_config_error(channels):
+    first = channels()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
-        zmq_channel(port=first.port)
-    first.close()
+        channels(port=first.port)
 
 
-def test_an_address_that_cannot_be_connected_to_is_a_lost_link():
-    channel = zmq_channel()
+def test_an_address_that_cannot_be_connected_to_is_a_lost_link(channels):
+    channel = channels()
     channel.connect("p", "no such host", 1)
     assert not channel.send("p", b"x")
     (lost,) = channel.receive()
     assert (lost.link, lost.loss) == ("p", PeerLoss.LINK_LOST)
     assert "no connection can be made" in lost.reason
-    channel.close()
 
 
-def test_answers_come_through_a_flood():
-    server, client = zmq_channel(), zmq_channel()
+def test_answers_come_through_a_flood(channels):
+    server, client = channels(), channels()
     client.connect("p", "127.0.0.1", server.port)
     client.send("p", b"x")
     (frame,) = arrivals(server, 1)
@@ -215,5 +222,3 @@ def test_answers_come_through_a_flood():
     assert Frame("p", b"answer") in client.receive()
     dealer.close(0)
     flood.term()
-    server.close()
-    client.close()

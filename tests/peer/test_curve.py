@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import struct
-import threading
 import time
 
 import pytest
@@ -21,25 +20,10 @@ from kvconnect.peer.keyring import SharedKeys, new_key_pair
 from kvconnect.peer.loss import PeerLoss
 from tests.peer.keys import introduce, make_folder, node_keys
 from tests.peer.test_channels import arrivals, zmq_channel
+from tests.peer.test_channels import channels as channels
 
 OURS = SharedKeys("a secret that both of them have", "ours")
 THEIRS = SharedKeys("a secret that only one of them has", "theirs")
-
-
-@pytest.fixture
-def channels():
-    made = []
-
-    def make(keyring, **more):
-        counted = []
-        channel = zmq_channel(keyring, count=counted.append, **{"handshake_timeout_s": 1, **more})
-        channel.counted = counted
-        made.append(channel)
-        return channel
-
-    yield make
-    for channel in made:
-        channel.close()
 
 
 def run_both(server, client):
@@ -51,6 +35,13 @@ def run_both(server, client):
         seen += client.receive()
         client.wait(0.01)
     return seen, frames
+
+
+def say(server, client, data=b"hello"):
+    """Connect, and send a frame."""
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", data)
+    return run_both(server, client)
 
 
 def serve_until(server, is_true):
@@ -73,10 +64,8 @@ def test_a_handshake_that_cannot_succeed_ends_at_once_with_its_cause(
     channels, server_keys, client_keys, cause, caplog
 ):
     server, client = channels(server_keys), channels(client_keys)
-    client.connect("p", "127.0.0.1", server.port)
-    client.send("p", b"hello")
     began = time.monotonic()
-    seen, frames = run_both(server, client)
+    seen, frames = say(server, client)
     assert time.monotonic() - began < 2
     (lost,) = seen
     assert (lost.link, lost.loss) == ("p", PeerLoss.LINK_LOST)
@@ -92,17 +81,18 @@ def test_a_handshake_that_cannot_succeed_ends_at_once_with_its_cause(
     assert len(told) == ("handshake_refused" in server.counted), "once, however often it comes again"
 
 
-def test_a_client_whose_key_is_not_known_is_told_so(channels, tmp_path, caplog):
+def test_a_client_whose_key_is_not_known_is_told_so_and_can_be_added(channels, tmp_path, caplog):
     server_keys, client_keys = node_keys(tmp_path, "one", "two")
     os.unlink(tmp_path / "one" / "peers" / "two.json")
     server, client = channels(server_keys), channels(client_keys)
-    client.connect("p", "127.0.0.1", server.port)
-    client.send("p", b"hello")
-    seen, frames = run_both(server, client)
+    seen, frames = say(server, client)
     assert "does not admit our public key" in seen[0].reason
     assert frames == []
     assert server.counted[0] == "client_not_admitted"
     assert client_keys.client.public.hex() in caplog.text, "what an operator has to add"
+    introduce(tmp_path / "one", "two", client_keys.client.public.hex())
+    _, frames = say(server, client)
+    assert [frame.data for frame in frames] == [b"hello"]
 
 
 def test_a_server_that_is_not_who_it_should_be_is_not_spoken_to(channels, tmp_path):
@@ -111,9 +101,7 @@ def test_a_server_that_is_not_who_it_should_be_is_not_spoken_to(channels, tmp_pa
     introduce(tmp_path / "impostor", "two", client_keys.client.public.hex())
     (impostor_keys,) = node_keys(tmp_path, "impostor")
     impostor, client = channels(impostor_keys), channels(client_keys)
-    client.connect("p", "127.0.0.1", impostor.port)
-    client.send("p", b"hello")
-    seen, frames = run_both(impostor, client)
+    seen, frames = say(impostor, client)
     assert "different keys" in seen[0].reason
     assert frames == []
 
@@ -138,73 +126,15 @@ def test_a_peer_that_is_not_allowed_is_not_connected_to(channels):
     assert server.receive() == []
 
 
-def test_a_peer_can_be_added_while_both_run(channels, tmp_path):
-    server_keys, client_keys = node_keys(tmp_path, "one", "two")
-    os.unlink(tmp_path / "one" / "peers" / "two.json")
-    server, client = channels(server_keys), channels(client_keys)
-    client.connect("p", "127.0.0.1", server.port)
-    run_both(server, client)
-    introduce(tmp_path / "one", "two", client_keys.client.public.hex())
-    client.connect("p", "127.0.0.1", server.port)
-    client.send("p", b"hello")
-    _, frames = run_both(server, client)
-    assert [frame.data for frame in frames] == [b"hello"]
-
-
-class Relay:
-    """A way between two ports that can be cut, and does not say so: an interrupted network."""
-
-    def __init__(self, port):
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._pairs = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self):
-        while True:
-            try:
-                taken, _ = self._listener.accept()
-            except OSError:
-                return
-            other = socket.create_connection(("127.0.0.1", self._target))
-            self._pairs += [taken, other]
-            for source, target in ((taken, other), (other, taken)):
-                threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
-
-    @staticmethod
-    def _copy(source, target):
-        try:
-            while data := source.recv(65536):
-                target.sendall(data)
-        except OSError:
-            pass
-
-    def cut(self):
-        for one in self._pairs:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        self._listener.close()
-        self.cut()
-
-
 def test_after_an_interruption_the_handshake_is_made_anew(channels):
     server, client = channels(OURS), channels(OURS)
-    relay = Relay(server.port)
-    client.connect("p", "127.0.0.1", relay.port)
-    client.send("p", b"one")
-    _, frames = run_both(server, client)
-    assert [frame.data for frame in frames] == [b"one"]
-    relay.cut()
-    seen, _ = run_both(server, client)
-    assert seen == [LinkLost("p", PeerLoss.LINK_LOST, "")], "not gone: the port is open"
-    client.connect("p", "127.0.0.1", relay.port)
-    client.send("p", b"two")
-    _, frames = run_both(server, client)
-    assert [frame.data for frame in frames] == [b"two"]
-    relay.close()
+    for said in (b"one", b"two"):
+        _, frames = say(server, client, said)
+        assert [frame.data for frame in frames] == [said]
+        guard = server._authenticator
+        assert [guard._is_ours(descriptor, shut=True) for descriptor in guard._open] == [True]
+        seen, _ = run_both(server, client)
+        assert seen == [LinkLost("p", PeerLoss.LINK_LOST, "")], "not gone: the port is open"
 
 
 # --- strangers ------------------------------------------------------------------------------------
@@ -299,9 +229,7 @@ def test_half_a_handshake_is_closed_when_its_time_is_over(channels):
 
 def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
     server, first = channels(OURS, max_peers=5, handshake_timeout_s=30), channels(OURS)
-    first.connect("p", "127.0.0.1", server.port)
-    first.send("p", b"one")
-    _, frames = run_both(server, first)
+    _, frames = say(server, first, b"one")
     assert [frame.data for frame in frames] == [b"one"]
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
     serve_until(server, lambda: server.counted.count("max_connections") >= 41)

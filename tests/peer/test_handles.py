@@ -19,7 +19,7 @@ from kvconnect.errors import ConfigError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
 from kvconnect.outcome import Cause
 from kvconnect.peer.allow_list import AllowList
-from kvconnect.peer.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust, epoch_of
+from kvconnect.peer.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust
 from kvconnect.transfer.params import HANDLE_KEY, PEER_KEY, TRANSFER_KEY, read_remote_prefill
 from tests.halves.test_scheduler_half import ATTENTION, HANDLES, Request, connector, prefilled
 
@@ -32,7 +32,7 @@ CLAIMS = st.builds(
     epoch=NAMES,
     name=NAMES,
     num_tokens=st.integers(1, 2**31 - 1),
-    host=st.from_regex(r"[A-Za-z0-9._:-]{1,40}", fullmatch=True),
+    host=st.text("abcXYZ019._:-", min_size=1, max_size=40),
     port=st.integers(1, 65535),
     expires_at=st.floats(0, 1e10),
 )
@@ -58,15 +58,6 @@ def test_the_code_is_hmac_sha256_over_version_and_content():
     assert msgspec.msgpack.decode(payload) == ["P", "epoch", "name", 40, "10.0.0.1", 5600, 1000.0, b"", b""]
 
 
-@given(st.data())
-def test_a_handle_with_any_bit_flipped_is_refused(data):
-    handle = at(0).make(CLAIM)
-    where = data.draw(st.integers(0, len(handle) - 1))
-    flipped = chr(ord(handle[where]) ^ (1 << data.draw(st.integers(0, 6))))
-    with pytest.raises(PeerError):
-        at(0).read(handle[:where] + flipped + handle[where + 1 :])
-
-
 @pytest.mark.parametrize("engine_id", ["P", "PP", "PPP"])
 def test_a_handle_has_one_spelling(engine_id):
     handle = at(0).make(msgspec.structs.replace(CLAIM, engine_id=engine_id))
@@ -76,22 +67,20 @@ def test_a_handle_has_one_spelling(engine_id):
                 at(0).read(handle[:-1] + last)
 
 
-@given(st.data())
-def test_a_handle_that_is_cut_or_made_longer_is_refused(data):
-    handle = at(0).make(CLAIM)
-    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(handle))] * 2)))
-    assume((start, end) != (0, len(handle)))
-    with pytest.raises(PeerError):
-        at(0).read(handle[start:end])
-    with pytest.raises(PeerError):
-        at(0).read(handle + data.draw(st.text("Az09-_=.", min_size=1, max_size=8)))
-
-
-@given(
-    st.text(max_size=600)
-    | st.binary(max_size=300).map(lambda b: "s3." + base64.urlsafe_b64encode(b).decode())
+HANDLE = at(0).make(CLAIM)
+PLACES = st.integers(0, len(HANDLE) - 1)
+FLIPPED = st.builds(
+    lambda place, bit: HANDLE[:place] + chr(ord(HANDLE[place]) ^ (1 << bit)) + HANDLE[place + 1 :],
+    PLACES,
+    st.integers(0, 6),
 )
-def test_no_text_raises_anything_but_a_peer_error(text):
+CUT = st.builds(lambda start, end: HANDLE[start:end], PLACES, PLACES)
+LONGER = st.text("Az09-_=.", min_size=1, max_size=8).map(lambda more: HANDLE + more)
+MADE_UP = st.binary(max_size=300).map(lambda data: "s3." + base64.urlsafe_b64encode(data).decode())
+
+
+@given(FLIPPED | CUT | LONGER | MADE_UP | st.text(max_size=600))
+def test_no_other_text_is_a_handle(text):
     with pytest.raises(PeerError):
         at(0).read(text)
 
@@ -126,21 +115,19 @@ def test_a_handle_expires(late_s):
         assert handles.read(at(0).make(CLAIM), even_expired=True) == CLAIM
 
 
-def test_content_of_another_shape_is_refused_even_if_it_is_signed():
-    for content in ([], ["P"], [*msgspec.to_builtins(CLAIM), 1], {"a": 1}, ["P", "e", "n", 0, "h", 1, 0.0]):
-        payload = msgspec.msgpack.encode(content)
-        code = hmac.digest(SECRET, b"s3." + payload, "sha256")
-        text = base64.urlsafe_b64encode(code + payload).decode().rstrip("=")
-        with pytest.raises(PeerError, match="content cannot be read"):
-            at(0).read("s3." + text)
-
-
-def test_content_that_is_no_text_is_refused():
-    payload = msgspec.msgpack.encode(CLAIM).replace(b"P", b"\xff", 1)
-    text = base64.urlsafe_b64encode(hmac.digest(SECRET, b"s3." + payload, "sha256") + payload).decode()
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *map(msgspec.msgpack.encode, ([], ["P"], [*msgspec.to_builtins(CLAIM), 1], {"a": 1})),
+        msgspec.msgpack.encode(["P", "e", "n", 0, "h", 1, 0.0]),
+        msgspec.msgpack.encode(CLAIM).replace(b"P", b"\xff", 1),
+    ],
+)
+def test_content_of_another_shape_is_refused_even_if_it_is_signed(payload):
+    code = hmac.digest(SECRET, b"s3." + payload, "sha256")
+    text = base64.urlsafe_b64encode(code + payload).decode().rstrip("=")
     with pytest.raises(PeerError, match="content cannot be read"):
-        at(0).read("s3." + text.rstrip("="))
-    assert epoch_of("s3." + text.rstrip("=")) == ""
+        at(0).read("s3." + text)
 
 
 def test_an_engine_id_that_makes_handles_too_long_is_found_at_the_start():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvconnect.outcome import Cause
 from kvconnect.peer.handles import PROMPT_BYTES, digest_prompt
 from kvconnect.transfer.orders import Results
-from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY
-from tests.halves.test_scheduler_half import ATTENTION, HANDLES, STATE
+from kvconnect.transfer.params import TRANSFER_KEY
+from tests.halves.test_scheduler_half import ATTENTION, STATE
 from tests.halves.test_scheduler_half import connector as scheduler_half
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -212,9 +212,3 @@ def test_an_id_cannot_be_chosen_to_name_another_prompt():
     for text in ("t", f"{name}:t", hold.handle):
         (load,) = loads(connector("kv_consumer"), Request("b", B, {**ANNOUNCED, TRANSFER_KEY: text}))
         assert load.handle != hold.handle
-
-
-def test_a_handle_is_made_for_the_tokens_that_are_held():
-    params, hold = prefilled(A)
-    assert HANDLES.read(params[HANDLE_KEY]).prompt == digest_prompt(A)
-    assert hold.num_tokens == 40

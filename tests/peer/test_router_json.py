@@ -226,27 +226,6 @@ def test_d_fetches_what_p_holds(router: Router, carry: Callable[[Any], Any]) -> 
     assert set((prefill.state() | decode.state()).values()) == {0}
 
 
-@pytest.mark.parametrize("router", [router for router in ROUTERS if router.sequential], ids=str)
-def test_two_requests_on_their_way_at_once_are_not_mixed_up(router: Router) -> None:
-    prefill, decode = connector("kv_producer"), connector("kv_consumer")
-    answers = []
-    for n, transfer in enumerate(("t-a", "t-b")):
-        asked = over_json(router.to_prefill(over_json(CLIENT)))
-        if "transfer_id" in asked["kv_transfer_params"]:
-            asked["kv_transfer_params"]["transfer_id"] = transfer
-        request = Request(f"p{n}", 40 + n, asked["kv_transfer_params"])
-        prefill.new_request(request)
-        request.num_tokens += 1
-        _, params = prefill.request_finished(request, ([4 + n, 7 + n, 9 + n],), delivered=True)
-        answers.append(over_json({"kv_transfer_params": params}))
-    holds = prefill.build_orders().holds
-    for n in (1, 0):
-        body = over_json(router.to_decode(over_json(CLIENT), answers[n]))
-        decode.update_after_alloc(Request(f"d{n}", 40 + n, body["kv_transfer_params"]), ([1, 2, 3],), 40 + n)
-        (load,) = decode.build_orders().loads
-        assert (load.handle, load.refusal) == (holds[n].handle, None)
-
-
 def test_the_answer_of_p_is_plain_json_with_lists_of_block_ids_by_group() -> None:
     other = dataclasses.replace(ATTENTION, layer_names=("b",))
     prefill = connector("kv_producer", (ATTENTION, other))

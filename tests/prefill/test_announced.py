@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
-from kvconnect.peer.handles import Claims, Handles
 from kvconnect.transfer.orders import LetGo, Orders, Withdraw
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
@@ -28,32 +27,6 @@ def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
 def let_go(pair, handle=HANDLE, engine_id="P"):
     order = LetGo("a", handle, engine_id, "h", pair.prefill.channel.port)
     pair.decode.order(Orders(let_go=(order,)))
-
-
-def of_start(epoch, name):
-    return Handles(b"secret").make(Claims("P", epoch, name, 12, "h", 1, 1e9))
-
-
-@pytest.mark.parametrize("known_by", ["hold", "expect"])
-def test_a_handle_of_an_earlier_start_is_refused_at_once(pair, known_by):
-    if known_by == "hold":
-        pair.hold("now", P_IDS, of_start("second", "now"))
-    else:
-        expect(pair, of_start("second", "now"))
-    pair.run(0)
-    pair.load("a", D_IDS, of_start("first", "a"))
-    pair.run(0.1)
-    assert "an earlier start" in pair.decode.failed["a"]
-
-
-def test_a_handle_of_this_start_may_come_before_its_prefill(pair):
-    pair.hold("now", P_IDS, of_start("first", "now"))
-    pair.load("a", D_IDS, of_start("first", "a"))
-    pair.run(ExtraConfig().early_fetch_s / 2)
-    assert not pair.decode.received
-    pair.hold("a", P_IDS, of_start("first", "a"))
-    pair.run(0.1)
-    assert (pair.decode.received, pair.decode.failed) == (["a"], {})
 
 
 @pytest.mark.parametrize("known_by", ["hold", "expect"])

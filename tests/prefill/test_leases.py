@@ -143,11 +143,13 @@ def test_what_is_fetched_has_to_be_of_the_lease_that_was_renewed():
     assert not pair.landed(*OTHER)
 
 
-@pytest.mark.parametrize("is_sending", [False, True])
-def test_a_lease_that_is_withdrawn_ends_once_nothing_reads_it(is_sending):
+@pytest.mark.parametrize("sending", ["none", "ends", "fails"])
+def test_a_lease_that_is_withdrawn_ends_once_nothing_reads_it(sending):
     """As where a router releases a request whose client left."""
     pair = Pair(ExtraConfig(**SHORT))
-    if is_sending:
+    if sending == "fails":
+        pair.prefill.engine.fail_next(quiescent=True)
+    if sending != "none":
         pair.prefill.engine.hold()
         pair.start()
     else:
@@ -155,7 +157,7 @@ def test_a_lease_that_is_withdrawn_ends_once_nothing_reads_it(is_sending):
     pair.run(0.2)
     pair.prefill.order(Orders(withdrawn=(Withdraw("handle-a", Cause.ABORTED("the client left")),)))
     pair.run(0.2)
-    assert (pair.prefill.sent == []) is is_sending
+    assert (pair.prefill.sent == []) is (sending != "none")
     pair.prefill.engine.release()
     pair.run(1)
     assert pair.prefill.sent == ["a"]

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.specs import div_ceil
 from kvconnect.peer.messages import Landed
-from kvconnect.plan.blocks import GroupBlocks
+from kvconnect.plan.blocks import WHOLE, GroupBlocks
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
 from kvconnect.plan.wire import Wire, WireStream
 from kvconnect.prefill.leases import Lease
-from kvconnect.prefill.outbox import ChunkSupply
+from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.orders import Hold, Orders, Progress
+from kvconnect.transfer.slots import SlotPool
 from tests.transfer.ranks import Ranks
 from tests.transfer.shapes import Model, Truth, same_blocks
 from tests.transfer.test_packed_geometry import any_ranks
@@ -180,13 +181,10 @@ def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
     packer = SimpleNamespace(chunker=Chunker(Wire("pages", (stream,))))
     lease = Lease("handle", 11)
     chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
-    supply = ChunkSupply(lease, packer, (), chunks)
-    lease.streamed.ready_tokens = 7
-    assert not supply.has_next
-    lease.streamed.ready_tokens = 8
-    assert supply.has_next
-    supply = ChunkSupply(lease, packer, (), chunks[1:])
-    lease.streamed.ready_tokens = 10
-    assert not supply.has_next
-    lease.streamed.ready_tokens = 11
-    assert supply.has_next, "the last row is never full"
+
+    def due(ready_tokens, chunks):
+        lease.streamed.ready_tokens = ready_tokens
+        return SlotOutbox(lease, packer, (), chunks, WHOLE, SlotPool((), 0, 1), "D", lambda *event: None).due
+
+    assert [due(7, chunks), due(8, chunks)] == [0, 1]
+    assert [due(10, chunks[1:]), due(11, chunks[1:])] == [0, 1], "the last row is never full"

@@ -77,31 +77,6 @@ def test_of_other_requests_nothing_is_told(extra, tokens, params):
     assert not prefill.build_orders()
 
 
-def test_a_preempted_prefill_is_told_and_begins_anew():
-    prefill = prefill_of()
-    request = arrived(prefill)
-    prefill.build_orders()
-    prefill.preempted("p")
-    assert not prefill.build_orders(), "it had nothing to lose"
-    go_on(prefill, "p", 20, ([7, 8],))
-    prefill.build_orders()
-    go_on(prefill, "p", 30, ([9],))
-    prefill.preempted("p")
-    prefill.preempted("p")
-    orders = prefill.build_orders()
-    assert (orders.preempted, orders.progress) == ((HANDLE,), ())
-    go_on(prefill, "p", 20, ([4, 5],))
-    assert prefill.build_orders().progress == (progress((0, 0, (4, 5)), computed=20),)
-    prefill.preempted("p")
-    go_on(prefill, "p", 40, ([1, 2, 3],))
-    orders = prefill.build_orders()
-    assert orders.preempted == (HANDLE,)
-    assert orders.progress == (progress((0, 0, (1, 2, 3)), computed=40),)
-    request.num_tokens += 1
-    finish(prefill, request)
-    assert not prefill.due
-
-
 @pytest.mark.parametrize("delivered", [True, False])
 def test_what_was_not_told_before_the_end_is_not_told_after_it(delivered):
     prefill = prefill_of()

@@ -14,6 +14,7 @@ from kvconnect.decode.loads import (
     RankFetchEvent,
     RankFetchState,
 )
+from kvconnect.engine.lanes import Traffic
 from kvconnect.errors import IllegalTransition
 from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause
@@ -93,7 +94,7 @@ def test_every_state_can_be_reached_and_only_the_last_one_be_stayed_in(name):
 
 
 def test_the_first_reason_is_kept():
-    load, sending = loading(), Sending(("in:1", 1), "peer", ProbeOutbox(0, 0, 0), 1.0, 0.0)
+    load, sending = loading(), Sending(("in:1", 1), "peer", ProbeOutbox(0, 0, 0, Traffic()), 1.0, 0.0)
     sending.stop("first", again=True)
     for fail in (load.fail, sending.stop):
         fail("first")

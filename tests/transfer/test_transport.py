@@ -10,11 +10,10 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion
-from kvconnect.engine.lanes import Fabric, Transport
+from kvconnect.engine.lanes import Fabric, Traffic, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
-from kvconnect.prefill.calibration import ProbeOutbox
-from kvconnect.prefill.link_meter import LinkMeter
+from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
 from kvconnect.transfer.link_reports import Transports, refusal
 from tests.engine.faulty_engine import FaultyEngine
 from tests.transfer.pair import SLOT_BYTES, Clock, Pair
@@ -269,7 +268,7 @@ def test_a_calibration_is_judged_by_the_hardware_only_where_a_network_carries_it
 
 def probed(bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
     """A calibration over a link of this rate, and the bytes of its batches."""
-    probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB), []
+    probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB, Traffic()), []
     while (columns := probe.peek()) is not None:
         sizes.append(columns[2])
         probe.submitted(len(sizes))
@@ -293,7 +292,7 @@ def test_a_batch_takes_as_long_as_those_of_its_size_in_the_calibration():
     for size in (4096, 30000, 65536, 500000, MIB):
         assert probe.seconds_of(size) == pytest.approx(1e-3 + size / 1e9)
     assert probe.seconds_of(4 * MIB) == pytest.approx(4 * probe.seconds_of(MIB))
-    assert ProbeOutbox(1 << 20, 1 << 30, MIB).seconds_of(MIB) == 0
+    assert ProbeOutbox(1 << 20, 1 << 30, MIB, Traffic()).seconds_of(MIB) == 0
 
 
 @pytest.mark.parametrize("rate", [3e3, 5e4, 1e6])

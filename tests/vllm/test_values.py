@@ -11,8 +11,7 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import LayoutError
-from kvconnect.plan.conversion import Conversion
-from kvconnect.plan.wire import align_wire
+from kvconnect.plan.wire import Conversion, align_wire
 from kvconnect.vllm import values
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
 from kvconnect.vllm.stated_identity import _cache_dtype, dtypes

@@ -129,9 +129,6 @@ class Engine:
         connector = self.scheduler.connector
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.half = connector._half
-        if self.half.prefill is not None:
-            # The worker goes on: handles of this scheduler are not of an earlier start.
-            self.half.prefill._epoch = self.name
         self.runner = Runner(self.caches, settings.num_drafts, rng)
         self._hash_tokens = hash_size
         self._named: dict[bytes, tuple[Text, int]] = {}
