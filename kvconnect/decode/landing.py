@@ -21,7 +21,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
 from kvconnect.transfer.parts import Timer, TransferContext
-from kvconnect.transfer.slots import Slot, SlotEvent, SlotState
+from kvconnect.transfer.slots import Slot, SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class LandingBay:
         if landing is None or landing.closed:
             return
         for generation in landing.lent.keys() & set(message.spared):
-            self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
+            self._pool.move(landing.lent.pop(generation), SlotState.FREE)
         landing.due = min(len(landing.staged), message.chunks)
         if not landing.wants_slots and landing in self._hungry:
             self._hungry.remove(landing)
@@ -166,7 +166,7 @@ class LandingBay:
             return f"chunk {message.chunk} came without its digest"
         del landing.lent[message.generation]
         landing.arrived.add(message.chunk)
-        self._pool.move(slot, SlotEvent.LANDED)
+        self._pool.move(slot, SlotState.OURS)
         landing.packed.append((slot, message))
         self._working[landing] = None
         self._note(landing, Moment.LANDED, message.chunk)
@@ -183,7 +183,7 @@ class LandingBay:
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
                 logger.debug("a chunk could not be unpacked", exc_info=True)
-                self._pool.move(slot, SlotEvent.RETURN)
+                self._pool.move(slot, SlotState.FREE)
                 text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
                 landing.fail(Cause.LANDING(text))
                 continue
@@ -222,7 +222,7 @@ class LandingBay:
             return
         landing.closed = True
         for slot, _ in landing.packed:
-            self._pool.move(slot, SlotEvent.RETURN)
+            self._pool.move(slot, SlotState.FREE)
         landing.packed.clear()
         if landing in self._hungry:
             self._hungry.remove(landing)
@@ -230,7 +230,7 @@ class LandingBay:
             landing.quarantine.at(lost_until)
         self._free(landing, () if lost_until is None else unsettled)
         for slot in landing.lent.values():
-            self._pool.move(slot, SlotEvent.LOSE)
+            self._pool.move(slot, SlotState.QUARANTINED)
         self._count_quarantined(len(landing.lent))
 
     def answered(self, written: Written, link: str, until: float) -> None:
@@ -252,7 +252,7 @@ class LandingBay:
                 slot = landing.lent.pop(generation)
                 if slot.state is SlotState.QUARANTINED:
                     self._count_quarantined(-1)
-                self._pool.move(slot, SlotEvent.RETURN)
+                self._pool.move(slot, SlotState.FREE)
         if not landing.lent:
             landing.quarantine.cancel()
         self._forget_if_over(landing)
@@ -267,7 +267,7 @@ class LandingBay:
 
     def _take(self, landing: Landing, slot: Slot, message: Landed, ticket: PackTicket) -> None:
         assert message.digest is not None, "a chunk without one was refused"
-        self._pool.move(slot, SlotEvent.RETURN)
+        self._pool.move(slot, SlotState.FREE)
         self._note(landing, Moment.UNPACKED, message.chunk)
         if ticket.digest == message.digest:
             landing.committed[message.chunk] = message.digest
@@ -276,7 +276,7 @@ class LandingBay:
         landing.fail(Cause.DIGEST(text))
 
     def _lend(self, landing: Landing) -> Grant:
-        slot = self._pool.take(SlotEvent.LEND, landing.link.peer.address)
+        slot = self._pool.take(SlotState.THEIRS, landing.link.peer.address)
         landing.lent[slot.generation] = slot
         return Grant(slot.address, slot.length_bytes, slot.generation)
 

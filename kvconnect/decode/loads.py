@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.decode.landing import Landing
 from kvconnect.outcome import Cause, Reason
 from kvconnect.transfer.orders import Load
 from kvconnect.transfer.parts import Timer
-from kvconnect.transfer.slots import next_state
+from kvconnect.transfer.slots import checked_move
 
 
 class RankFetchState(enum.Enum):
@@ -25,26 +25,14 @@ class RankFetchState(enum.Enum):
     FAILED = "failed"
 
 
-class RankFetchEvent(enum.Enum):
-    """The events of a rank fetch."""
-
-    ASK = "the fetch is sent"
-    FORGET = "the peer had forgotten us, and does nothing"
-    REPEAT = "the peer lost what it was sending, and does nothing"
-    ARRIVE = "nothing more is sent, and what arrived is being unpacked"
-    LAND = "all of it is in its pages"
-    FAIL = "it failed; slots that the peer may still write are in quarantine"
-
-
-RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchState] = {
-    (RankFetchState.MEETING, RankFetchEvent.ASK): RankFetchState.ASKED,
-    (RankFetchState.MEETING, RankFetchEvent.FAIL): RankFetchState.FAILED,
-    (RankFetchState.ASKED, RankFetchEvent.ARRIVE): RankFetchState.UNPACKING,
-    (RankFetchState.UNPACKING, RankFetchEvent.LAND): RankFetchState.LANDED,
-    (RankFetchState.UNPACKING, RankFetchEvent.FAIL): RankFetchState.FAILED,
-    (RankFetchState.ASKED, RankFetchEvent.FORGET): RankFetchState.MEETING,
-    (RankFetchState.ASKED, RankFetchEvent.REPEAT): RankFetchState.MEETING,
-    (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
+RANK_FETCH_MOVES: Mapping[RankFetchState, Sequence[RankFetchState]] = {
+    RankFetchState.MEETING: (RankFetchState.ASKED, RankFetchState.FAILED),
+    # To be asked again: the peer has forgotten this node, or lost what it was sending, and does nothing.
+    RankFetchState.ASKED: (RankFetchState.UNPACKING, RankFetchState.MEETING, RankFetchState.FAILED),
+    RankFetchState.UNPACKING: (RankFetchState.LANDED, RankFetchState.FAILED),
+    # All of it is in its pages; or slots that the peer may still write are in quarantine.
+    RankFetchState.LANDED: (),
+    RankFetchState.FAILED: (),
 }
 
 OTHER_EPOCH = Cause.EPOCH("the prefill node holds something else under this handle than before")
@@ -72,11 +60,10 @@ class RankFetch:
     repeats: int = 0
     epoch: int = 0
 
-    def move(self, event: RankFetchEvent) -> None:
+    def move(self, after: RankFetchState) -> None:
         """Change state, or raise ``IllegalTransition``."""
-        self.state = next_state(
-            RANK_FETCH_TRANSITIONS, self.state, event, f"fetch {self.transfer_id} of rank {self.rank}"
-        )
+        who = f"fetch {self.transfer_id} of rank {self.rank}"
+        self.state = checked_move(RANK_FETCH_MOVES, self.state, after, who)
 
     @property
     def is_unpacking(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Container
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.decode.landing import LandingBay
-from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchEvent, RankFetchState
+from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchState
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.outcome import Cause, Reason
@@ -80,7 +80,7 @@ class RankFetches:
             logger.debug("request %s could not be planned", order.request_id, exc_info=True)
             load.fail(Cause.INTERNAL(f"its chunks could not be planned: {type(error).__name__}: {error}"))
             return
-        fetch.move(RankFetchEvent.ASK)
+        fetch.move(RankFetchState.ASKED)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
         self._asked[transfer_id] = fetch
         message = Fetch(
@@ -210,7 +210,7 @@ class RankFetches:
             fetch.repeats += 1
             self.bay.close(fetch.landing, until, written.unsettled)
             load.epochs.pop(fetch.rank, None)
-            self._leave(fetch, RankFetchEvent.REPEAT)
+            self._leave(fetch, RankFetchState.MEETING)
             return
         load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
         self._end(fetch, until, written.unsettled)
@@ -231,7 +231,7 @@ class RankFetches:
             load.seconds = max(load.seconds, written.seconds)
         load.attachment = load.attachment or written.attachment
         load.on_device &= written.on_device
-        self._leave(fetch, RankFetchEvent.ARRIVE)
+        self._leave(fetch, RankFetchState.UNPACKING)
         if fetch.landing is not None:
             # The fetch needs no more slots.
             fetch.landing.due = 0
@@ -256,15 +256,15 @@ class RankFetches:
         if missing or load.error:
             text = f"the prefill node reports all chunks as written, and {missing} of them did not land"
             load.fail(Cause.LANDING(text))
-            self._leave(fetch, RankFetchEvent.FAIL)
+            self._leave(fetch, RankFetchState.FAILED)
         else:
-            self._leave(fetch, RankFetchEvent.LAND)
+            self._leave(fetch, RankFetchState.LANDED)
 
     def _wind_up(self, fetch: RankFetch, now: float) -> None:
         """End a fetch of a failed load, according to the fetch's state."""
         match fetch.state:
             case RankFetchState.MEETING if not fetch.is_unpacking:
-                self._leave(fetch, RankFetchEvent.FAIL)
+                self._leave(fetch, RankFetchState.FAILED)
             case RankFetchState.ASKED:
                 # The peer answers a cancel as soon as it has stopped; until then it may write.
                 self._end(fetch, self._longest_write(fetch.load, now))
@@ -285,15 +285,15 @@ class RankFetches:
         ``unsettled``: the generations of these slots, by the peer's report; None: all.
         """
         self.bay.close(fetch.landing, writes_until, unsettled)
-        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
+        self._leave(fetch, RankFetchState.UNPACKING if fetch.is_unpacking else RankFetchState.FAILED)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
         """When a silent peer's writes have ended: it may begin writes until the load's deadline."""
         return max(now, load.deadline) + self._config.quarantine_s
 
-    def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
+    def _leave(self, fetch: RankFetch, after: RankFetchState) -> None:
         """Change a fetch's state; forget its transfer number if it has ended or is to be repeated."""
-        fetch.move(event)
+        fetch.move(after)
         if fetch.over or fetch.state is RankFetchState.MEETING:
             self._asked.pop(fetch.transfer_id, None)
 
@@ -309,7 +309,7 @@ class RankFetches:
             if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
                 load.met_again = is_any_again = True
                 self.bay.close(fetch.landing, None)
-                self._leave(fetch, RankFetchEvent.FORGET)
+                self._leave(fetch, RankFetchState.MEETING)
                 load.touch()
                 continue
             load.fail(reason)
