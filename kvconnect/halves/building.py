@@ -103,7 +103,8 @@ def build_scheduler_half(
         from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
         offload = OffloadScheduler(config.extra.offload, kept)
-    draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock)
+    ranks = sorted(directory, key=lambda address: address.rank)
+    draft = OrdersDraft(ranks, traits.clock, traits.zeroes_loads)
     rank0 = draft.directory[0] if draft.directory else None
     receipts = Receipts(
         config.engine_id,
@@ -114,9 +115,7 @@ def build_scheduler_half(
         wall_clock=trust.handles.clock,
         warn=draft.warn,
     )
-    make_half = functools.partial(
-        SchedulerHalf, draft, offload=offload, receipts=receipts, zeroes_loads=traits.zeroes_loads
-    )
+    make_half = functools.partial(SchedulerHalf, draft, offload=offload, receipts=receipts)
     if config.extra.engine == "none":
         return make_half()
     if rank0 is None:

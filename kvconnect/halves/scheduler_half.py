@@ -44,8 +44,8 @@ _ROLES: Mapping[str, tuple[str, str]] = {
 class SchedulerHalf:
     """The parts that a configuration needs; without any, every hook answers that there is nothing to do.
 
-    ``draft`` collects the orders of prefill, decode and pulls, and what is counted of receipts.
-    ``zeroes_loads``: see ``StackTraits``. See ``building.build_scheduler_half``.
+    ``draft`` collects the orders of prefill, decode and pulls, and what is counted of receipts. See
+    ``building.build_scheduler_half``.
     """
 
     def __init__(
@@ -58,12 +58,10 @@ class SchedulerHalf:
         *,
         shared: SharedPrefixes | None = None,
         receipts: Receipts | None = None,
-        zeroes_loads: bool = False,
     ) -> None:
         self.draft, self.prefill, self.decode = draft or OrdersDraft([]), prefill, decode
         self.pulls, self.offload, self._shared = pulls, offload, shared
         self.has_transfers = prefill is not None or decode is not None
-        self._zeroes_loads = zeroes_loads
         self.notices: Mapping[str, Notice] = {} if offload is None else offload.notices
         """The requests that only announce their prompt: see ``settle_notice``."""
         # Most requests want none: it is called only while one that does exists.
@@ -250,8 +248,6 @@ class SchedulerHalf:
         if self.receipts is not None and self.receipts.records:
             self._note_parking(self.receipts)
         orders = self.draft.take()
-        if self._zeroes_loads:
-            orders = msgspec.structs.replace(orders, zeroes_loads=True)
         if self.offload is None:
             return orders
         offload, failures = self.offload.build_orders(), self.offload.host.take_failures()

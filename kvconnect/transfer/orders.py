@@ -364,6 +364,7 @@ class OrdersDraft:
 
     directory: list[RankAddress]
     clock: InitVar[Callable[[], float] | None] = None
+    zeroes_loads: InitVar[bool] = False
     notes: list[Record] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -382,9 +383,9 @@ class OrdersDraft:
     receipts: list[dict[str, Any]] = field(default_factory=list)
     refused: list[Outcome] = field(default_factory=list)
 
-    def __post_init__(self, clock: Callable[[], float] | None) -> None:
+    def __post_init__(self, clock: Callable[[], float] | None, zeroes_loads: bool) -> None:
         self._parts = dict(vars(self))
-        self._clock = clock
+        self._clock, self._zeroes_loads = clock, zeroes_loads
         self.step = 0
         self._logged: set[str] = set()
 
@@ -417,14 +418,12 @@ class OrdersDraft:
     def take(self) -> Orders:
         """The orders since the last call."""
         self.step += 1
-        if not any(self._parts.values()):
-            return Orders(step=self.step)
         taken: dict[str, Any] = {name: tuple(part) for name, part in self._parts.items() if part}
         if self.awaited:
             taken["awaited"] = tuple(self.awaited.values())
         for part in self._parts.values():
             part.clear()
-        return Orders(step=self.step, **taken)
+        return Orders(step=self.step, zeroes_loads=self._zeroes_loads, **taken)
 
 
 def blocks_of(
