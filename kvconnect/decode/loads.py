@@ -47,7 +47,7 @@ PeerKey = tuple[str, str, int]
 class RankFetch:
     """One source rank's part of a load.
 
-    ``landing``: its chunks and slots. ``repeats``: how often its chunks became void while the peer sent them.
+    ``landing``: its chunks and slots. ``repeats``: how often the peer lost it or its chunks before the end.
     ``epoch``: the epoch of the lease under which the peer accepted the fetch, 0 until then.
     """
 
@@ -81,12 +81,11 @@ class LoadRecord:
     """D's record of one load.
 
     ``is_unused`` returns whether the device has finished all earlier use of the blocks. ``admitted``: the
-    load has had its turn. ``fetches``: empty until the peer's ranks are known. ``met_again``: the peer had
-    dropped this node's connection, and was greeted anew. ``given_back``: the peer was informed of the
-    failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known.
-    ``is_ragged``: see ``Results``. ``attachment``: what came with the KV.
-    ``on_device``: all ranks that sent named KV so far had it on their device.
-    ``changed`` is called with the load when it has to be advanced.
+    load has had its turn. ``fetches``: empty until the peer's ranks are known. ``given_back``: the peer was
+    informed of the failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as
+    far as known. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV. ``on_device``: all
+    ranks that sent named KV so far had it on their device. ``changed`` is called with the load when it has
+    to be advanced.
     """
 
     order: Load
@@ -97,7 +96,6 @@ class LoadRecord:
     changed: Callable[[LoadRecord], None]
     timer: Timer
     admitted: bool = False
-    met_again: bool = False
     given_back: bool = False
     fetches: dict[int, RankFetch] = field(default_factory=dict)
     error: Reason | None = None

@@ -37,7 +37,8 @@ from kvconnect.transfer.parts import TransferContext, count_misuse
 logger = logging.getLogger(__name__)
 
 MOST_REPEATS = 4
-"""How often D repeats a fetch whose chunks became void while the peer sent them, as after a preemption."""
+"""How often D repeats a fetch whose chunks became void while the peer sent them, as after a preemption, or
+that the peer has forgotten with this node's connection."""
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: the peer's messages about them are no fault."""
 
@@ -205,15 +206,24 @@ class RankFetches:
     def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
         """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
         load = fetch.load
-        if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
-            # Chunks that landed are discarded; the fetch is repeated once none of them is being unpacked.
-            fetch.repeats += 1
-            self.bay.close(fetch.landing, until, written.unsettled)
+        if written.again and written.quiescent and self._repeat(fetch):
             load.epochs.pop(fetch.rank, None)
-            self._leave(fetch, RankFetchState.MEETING)
             return
         load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
         self._end(fetch, until, written.unsettled)
+
+    def _repeat(self, fetch: RankFetch) -> bool:
+        """Have a fetch repeated that the peer serves no more, if it may be. Whether it is.
+
+        Chunks that landed are discarded; it is repeated once none of them is being unpacked.
+        """
+        if fetch.load.error or fetch.repeats == MOST_REPEATS:
+            return False
+        fetch.repeats += 1
+        self.bay.close(fetch.landing, None)
+        self._leave(fetch, RankFetchState.MEETING)
+        fetch.load.touch()
+        return True
 
     def _all_written(self, fetch: RankFetch, written: Written) -> None:
         """The peer has written all chunks: they are valid if their epoch is that of the accepted fetch."""
@@ -306,11 +316,8 @@ class RankFetches:
             load = fetch.load
             if fetch.link != link or fetch.state is not RankFetchState.ASKED:
                 continue
-            if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
-                load.met_again = is_any_again = True
-                self.bay.close(fetch.landing, None)
-                self._leave(fetch, RankFetchState.MEETING)
-                load.touch()
+            if LOSS_RULES[loss].asks_again and self._repeat(fetch):
+                is_any_again = True
                 continue
             load.fail(reason)
             self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now))
