@@ -76,7 +76,7 @@ class DecodeSide:
         self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
-        self._transports = Transports(context.config, context.metrics)
+        self._transports = Transports(context.metrics, context.repeats)
         self._repeats, self._failures = context.repeats, FailureLog(context, self._is_met)
 
     # Orders of the scheduler
