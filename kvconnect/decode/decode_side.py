@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from kvconnect.cache.identity import Identity
-from kvconnect.decode.failure_log import SERVER_LOST_S, FailureLog
+from kvconnect.decode.failure_log import FailureLog
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
@@ -326,11 +326,9 @@ class DecodeSide:
     def _lose(self, link: RankLink, loss: PeerLoss, reason: Reason, now: float) -> None:
         """A connection has ended: its loads fail or are asked for again, by the rule in ``LOSS_RULES``."""
         peer, rank, rule = link.peer, link.rank, LOSS_RULES[loss]
-        if peer.is_whole:
-            peer.is_whole = False
-            self._count_lost(peer, now)
         if not rule.asks_again:
-            self._failures.lost(peer.key, reason)
+            self._failures.lost(peer.key, reason, was_whole=peer.is_whole)
+            peer.is_whole = False
         self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
         self.finds.changed()
@@ -354,21 +352,6 @@ class DecodeSide:
             for load in loads:
                 if load.is_to_ask and not load.error:
                     load.fail(reason)
-
-    def _count_lost(self, peer: Peer, now: float) -> None:
-        """Count a lost server once, for all ranks of both sides: D's rank 0 counts.
-
-        Another rank of D counts a connection that only that rank has lost, which shows a second later.
-        """
-        if self._local.introduction.rank == 0:
-            self._metrics.failures.labels("peer_lost").inc()
-            return
-
-        def count(now: float) -> None:
-            if peer.is_ready:
-                self._metrics.failures.labels("peer_lost").inc()
-
-        self._timers.timer(count).at(now + SERVER_LOST_S)
 
     def _is_met(self, key: PeerKey) -> bool:
         peer = self.peers.peers.get(key)
