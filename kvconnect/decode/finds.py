@@ -53,9 +53,8 @@ class Finds:
         self._peers, self._path, self._repeats = peers, path, context.repeats
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
-        self._timer = context.timers.timer(lambda now: self.changed())
-        self.has_changed = False
-        """A lookup may be able to continue."""
+        # A turn in which a timer is due looks at all lookups.
+        self._timer = context.timers.timer(lambda now: None)
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -68,15 +67,9 @@ class Finds:
         """Begin a lookup; the peer is asked once it is met."""
         self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
         self._peers.reach(key, now)
-        self.changed()
-
-    def changed(self) -> None:
-        """Look at all lookups again: a peer was met or lost, or its link was measured."""
-        self.has_changed = True
 
     def advance(self, now: float) -> None:
-        """Ask the peers that were met meanwhile, and end the lookups that are late."""
-        self.has_changed = False
+        """Ask the peers that were met meanwhile, and end the lookups that can end or are late."""
         for number, asked in list(self._asked.items()):
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
@@ -112,7 +105,6 @@ class Finds:
         else:
             asked.answer = message
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
-            self.changed()
 
     def lost(self, link: str, reason: Reason) -> None:
         """A connection has ended: end the lookups that it carried, with this reason."""
