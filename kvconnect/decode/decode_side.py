@@ -44,7 +44,6 @@ from kvconnect.transfer.parts import (
     TransferContext,
     always,
     carry_out_each,
-    count_misuse,
 )
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,8 @@ class DecodeSide:
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
         self._transports = Transports(context.metrics, context.repeats)
-        self._repeats, self._failures = context.repeats, FailureLog(context, self._is_met)
+        self._repeats, self._misused = context.repeats, context.misused
+        self._failures = FailureLog(context, self._is_met)
 
     # Orders of the scheduler
 
@@ -269,7 +269,7 @@ class DecodeSide:
             case PrefixFound():
                 self.finds.answered(link, event, now)
             case Misused(reason=reason):
-                count_misuse(self._metrics, self._repeats, str(link), reason.text)
+                self._misused(link, reason.text)
             case Ended(reason=reason, loss=loss):
                 self._lose(link, loss, reason, now)
         self.peers.flush(link)

@@ -18,7 +18,7 @@ from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.transfer.orders import Find, Found, Results
-from kvconnect.transfer.parts import TransferContext, count_misuse
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class Finds:
     def __init__(
         self, context: TransferContext, peers: Peers, path: Callable[[RankLink], FetchPath | str]
     ) -> None:
-        self._config, self._metrics, self._reports = context.config, context.metrics, context.reports
-        self._peers, self._path, self._repeats = peers, path, context.repeats
+        self._config, self._reports, self._misused = context.config, context.reports, context.misused
+        self._peers, self._path = peers, path
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
         # A turn in which a timer is due looks at all lookups.
@@ -98,7 +98,7 @@ class Finds:
             return
         problem = _problem(message, asked.order.prefix, asked.order.max_tokens)
         if problem:
-            count_misuse(self._metrics, self._repeats, str(link), problem)
+            self._misused(link, problem)
         error = Cause.PROTOCOL(problem) if problem else message.error
         if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
             self._end(message.number, error, is_busy=message.is_busy)

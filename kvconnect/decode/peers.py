@@ -6,7 +6,6 @@ Knows no load. Owned by the transfer thread.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
@@ -26,9 +25,7 @@ from kvconnect.peer.session import Event, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.parts import DROPPED, Timer, TransferContext
-
-logger = logging.getLogger(__name__)
+from kvconnect.transfer.parts import Timer, TransferContext
 
 _MOST_LET_GO = 1024
 """Released handles kept for a peer out of reach. The leases of older ones expire."""
@@ -140,8 +137,7 @@ class Peers:
         self.peers: dict[PeerKey, Peer] = {}
         self.links: dict[str, RankLink] = {}
         self._config, self._channel, self._local = context.config, context.channel, context.local
-        self._metrics, self._randomness, self._timers = context.metrics, context.randomness, context.timers
-        self._repeats = context.repeats
+        self._send, self._randomness, self._timers = context.send, context.randomness, context.timers
         config = context.config
         self._allowed = AllowList(config.allow_peers)
         self._happened = happened
@@ -400,11 +396,8 @@ class Peers:
 
     def flush(self, link: RankLink) -> None:
         """Send the frames that a session has queued."""
-        for frame in link.session.outgoing():
-            if link.name in self.links and not self._channel.send(link.name, frame):
-                self._metrics.failures.labels("side_channel_send").inc()
-                if self._repeats.is_first(str(link), Cause.LOST):
-                    logger.warning(DROPPED, link)
+        if link.name in self.links:
+            self._send(link.name, link.session.outgoing(), link)
 
 
 def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:

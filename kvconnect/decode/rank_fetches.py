@@ -32,7 +32,7 @@ from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows
 from kvconnect.transfer.local import without_slots
-from kvconnect.transfer.parts import TransferContext, count_misuse
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RankFetches:
     def __init__(self, context: TransferContext, peers: Peers) -> None:
         self.bay = LandingBay(context, peers.send)
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
-        self._peers, self._repeats = peers, context.repeats
+        self._peers, self._misused = peers, context.misused
         self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
@@ -159,9 +159,9 @@ class RankFetches:
             if isinstance(message, Written):
                 self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
-                who = str(self._peers.links.get(link, link))
+                who = self._peers.links.get(link, link)
                 what = f"it has not been asked for transfer {message.transfer_id}"
-                count_misuse(self._metrics, self._repeats, who, what)
+                self._misused(who, what)
             return
         match message:
             case Written():

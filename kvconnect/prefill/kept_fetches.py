@@ -14,7 +14,7 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import PIN_PREFIX, FindPrefix, PinPrefix, PrefixFound
 from kvconnect.prefill.leases import LeaseBook
 from kvconnect.transfer.inbound_peers import InboundPeer
-from kvconnect.transfer.parts import TransferContext, count_misuse
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class KeptFetches:
 
     def __init__(self, context: TransferContext, book: LeaseBook) -> None:
         self._local, self._metrics, self._book = context.local, context.metrics, book
-        self._most_leases, self._repeats = context.config.max_leases, context.repeats
+        self._most_leases, self._misused = context.config.max_leases, context.misused
         self._reports = context.reports
 
     def find(
@@ -61,7 +61,7 @@ class KeptFetches:
         if not handle.startswith(PIN_PREFIX):
             # The handle may be one that this node issued: ending it would void that request.
             text = f"a handle to pin does not begin with {PIN_PREFIX!r}"
-            count_misuse(self._metrics, self._repeats, str(inbound), text)
+            self._misused(inbound, text)
             return
         refusal = refusal or inbound.disagrees
         if refusal or kept is None:

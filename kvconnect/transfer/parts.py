@@ -163,6 +163,25 @@ class TransferContext:
     timers: Timers
     repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
 
+    def send(self, link: str, frames: Iterable[bytes], who: object) -> None:
+        """Send frames over a connection to ``who``; count those that are dropped, and log the first."""
+        for frame in frames:
+            if not self.channel.send(link, frame):
+                self.metrics.failures.labels("side_channel_send").inc()
+                if self.repeats.is_first(str(who), Cause.LOST):
+                    logger.warning(
+                        "a message to %s was dropped, and later ones are only counted (side_channel_send): "
+                        "it reads none",
+                        who,
+                    )
+
+    def misused(self, who: object, what: str) -> None:
+        """Count a message of a peer that is of no use, and log the first."""
+        self.metrics.failures.labels("peer_message").inc()
+        if self.repeats.is_first(str(who), Cause.PROTOCOL):
+            text = "a message of %s was dropped: %s (further ones are only counted, as peer_message)"
+            logger.warning(text, who, what)
+
 
 class Pace(enum.IntEnum):
     """How soon a part needs the next turn, in ascending order."""
@@ -175,18 +194,6 @@ class Pace(enum.IntEnum):
     """Sends are under way, which are slower the less often the engine is polled."""
     DUE = 3
     """An event has not been handled yet."""
-
-
-DROPPED = "a message to %s was dropped, and later ones are only counted (side_channel_send): it reads none"
-
-
-def count_misuse(metrics: Metrics, repeats: DuplicateFilter, who: str, what: str) -> None:
-    """Count a message of a peer that is of no use, and log the first."""
-    metrics.failures.labels("peer_message").inc()
-    if repeats.is_first(who, Cause.PROTOCOL):
-        logger.warning(
-            "a message of %s was dropped: %s (further ones are only counted, as peer_message)", who, what
-        )
 
 
 def carry_out_each(metrics: Metrics, *kinds: tuple[str, Iterable[Any], Callable[[Any], None]]) -> None:
