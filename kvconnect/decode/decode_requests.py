@@ -138,10 +138,6 @@ class DecodeRequests:
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
         self._loading: dict[str, _Share] = {}
-        # Requests that load, or have loaded, and have generated no token since, with their token counts at
-        # that time; and the loaded ones among them, whose next token is due.
-        self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
-        self._loaded: dict[str, None] = {}
         self._parking = parking
         # With parking: requests without blocks, oldest first, and since when; and handles being parked.
         self._waiting: dict[str, tuple[RequestView, float]] = {}
@@ -236,7 +232,7 @@ class DecodeRequests:
         if parked is not None and parked.is_ready and refusal is None and self._parking is not None:
             share.loader, share.parked = request_id, None
             self._parking.restore(request_id, parked, groups)
-            self._ordered_load(request, handle, num_external_tokens)
+            self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
             return
         if share.is_spent:
             # Two requests were offered the load before either got its blocks, or the loader has failed. The
@@ -255,14 +251,11 @@ class DecodeRequests:
             share.loader, share.is_spent, share.is_asked = request_id, True, False
         self._draft.awaited.pop(handle, None)
         self._draft.loads.append(Load(request_id, handle, *remote.peer, wanted, groups, refusal))
-        self._ordered_load(request, handle, num_external_tokens)
+        self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
 
     def request_finished(self, request: RequestView) -> bool:
         """A request ended. Returns whether its load is under way, which is then ordered to end."""
         request_id, share = request.request_id, self.share(request)
-        self._look_for_token(request_id)
-        self._tokenless.pop(request_id, None)
-        self._loaded.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if share is not None:
             del self._shares[request_id]
@@ -280,8 +273,6 @@ class DecodeRequests:
         """Before the draft is taken: park, and mark the loads that it aborts: no sibling fails with them."""
         if self._waiting or self._being_parked:
             self._park()
-        for request_id in list(self._loaded):
-            self._look_for_token(request_id)
         for request_id in self._draft.aborted:
             share = self._loading.get(request_id)
             if share is not None and share.loader == request_id:
@@ -291,8 +282,6 @@ class DecodeRequests:
         """Take the workers' results: ended loads, and settled handles."""
         for request_id in results.received:
             self._early.end(request_id)
-            if request_id in self._tokenless:
-                self._loaded[request_id] = None
             share = self._loading.pop(request_id, None)
             if share is None or share.loader != request_id:
                 continue
@@ -332,10 +321,6 @@ class DecodeRequests:
                 for request_id in share.undecided or (share.parker,):
                     self._draft.computed(request_id, share.remote.peer, reason)
                 self._unpark(share)
-
-    def _ordered_load(self, request: RequestView, handle: str, num_external_tokens: int) -> None:
-        self._draft.note(Moment.LOAD_ORDERED, handle, request.request_id, num_external_tokens)
-        self._tokenless[request.request_id] = request, request.num_tokens, handle
 
     def _park(self) -> None:
         """Have the KV of requests that have waited long enough parked, some at a time."""
@@ -410,14 +395,6 @@ class DecodeRequests:
             self._draft.aborted.append(share.parker)
         self._parking.leave(share.parked)
         share.parked = None
-
-    def _look_for_token(self, request_id: str) -> None:
-        """Note in the timeline the first token of a loaded request, once it is generated."""
-        request, num_tokens, handle = self._tokenless.get(request_id, (None, 0, ""))
-        if request is not None and request.num_tokens > num_tokens:
-            del self._tokenless[request_id]
-            self._loaded.pop(request_id, None)
-            self._draft.note(Moment.FIRST_TOKEN, handle, request_id)
 
     def _may_load(self, share: _Share, num_tokens: int) -> bool:
         """Whether a load may get blocks now. If not, P is asked, once, to report when it holds the KV."""
