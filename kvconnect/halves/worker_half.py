@@ -17,7 +17,6 @@ import torch
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.identity import Identity
-from kvconnect.cache.region_table import RegionTable
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
@@ -163,11 +162,6 @@ class TransferWorker:
     def engine_name(self) -> str:
         """The name of the engine in use, also where the configuration has ``auto``."""
         return self._engine.capabilities.name
-
-    @property
-    def table(self) -> RegionTable:
-        """The registered regions."""
-        return self._transfers.local.table
 
     @property
     def identity(self) -> Identity:
@@ -334,13 +328,6 @@ class WorkerHalf:
     @property
     def _parts(self) -> Sequence[TransferWorker | OffloadWorker]:
         return [part for part in (self.transfer, self.offload) if part is not None]
-
-    @property
-    def table(self) -> RegionTable:
-        """The regions registered for transfers. Raises ``LocalError``: none were."""
-        if self.transfer is None:
-            raise LocalError("this connector hands nothing over")
-        return self.transfer.table
 
     def address(self) -> RankAddress | None:
         return None if self.transfer is None else self.transfer.address()
