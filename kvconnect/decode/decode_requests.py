@@ -435,7 +435,7 @@ class DecodeRequests:
         peer, why = remote.peer, None
         if remote.is_of_other_prompt:
             # Nodes that count tokens differently leave another number of them to D.
-            if differ := marks_differ(self._stack.identity_marks, remote.identity):
+            if differ := marks_differ(self._stack.identity().marks, remote.identity):
                 why = Cause.OTHER_IDENTITY(f"KV means something else there: {', '.join(differ)} differ")
             else:
                 why = Cause.OTHER_PROMPT("the handle is of another prompt")

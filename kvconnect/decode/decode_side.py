@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from kvconnect.cache.identity import Identity
 from kvconnect.decode.failure_log import FailureLog
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
@@ -69,8 +68,6 @@ class DecodeSide:
         self.rank_fetches = RankFetches(context, self.peers)
         self.finds = Finds(context, self.peers, self.rank_fetches.path_over)
         self.bay = self.rank_fetches.bay
-        # Digests for receipts, by peer; None for this node.
-        self._digests: dict[PeerKey | None, tuple[Identity, str]] = {}
         self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
@@ -450,17 +447,8 @@ class DecodeSide:
         """The digests of what this node's KV and a peer's depend on; empty of a peer that is not met."""
         peer = self.peers.peers.get(key)
         theirs = None if peer is None or 0 not in peer.links else peer.links[0].session.peer
-        found = []
-        for side, introduced in ((None, self._local.introduction), (key, theirs)):
-            known, digest = self._digests.get(side, (None, ""))
-            if introduced is not None and known is not introduced.meaning.identity:
-                # A digest takes longer than a load may, and changes with weights alone.
-                digest = introduced.meaning.identity.digest
-                self._digests[side] = introduced.meaning.identity, digest
-            found.append("" if introduced is None else digest)
-        while len(self._digests) > self._config.max_peers + 1:
-            del self._digests[next(iter(self._digests))]
-        return found[0], found[1]
+        ours = self._local.introduction.meaning.identity
+        return ours.digest, "" if theirs is None else theirs.meaning.identity.digest
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
         """Count a load that has ended."""
