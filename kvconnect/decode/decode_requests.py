@@ -91,7 +91,6 @@ class EarlyLoads:
         self._most_blocks = max(0, cache.num_blocks - 1 - reserve)
         self._most_loads = max(0, max_loads - 1)
         self._blocks_of: dict[str, int] = {}
-        self._num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._blocks_of)
@@ -99,17 +98,15 @@ class EarlyLoads:
     def may_begin(self, num_tokens: int) -> bool:
         """Whether there is room for an early load of ``num_tokens``."""
         has_place = len(self._blocks_of) < self._most_loads
-        return has_place and self._num_blocks + self._blocks(num_tokens) <= self._most_blocks
+        return has_place and sum(self._blocks_of.values()) + self._blocks(num_tokens) <= self._most_blocks
 
     def begin(self, request_id: str, num_tokens: int) -> None:
         """Count the blocks of an early load, which is ordered now."""
-        self.end(request_id)
-        self._blocks_of[request_id] = blocks = self._blocks(num_tokens)
-        self._num_blocks += blocks
+        self._blocks_of[request_id] = self._blocks(num_tokens)
 
     def end(self, request_id: str) -> None:
         """Return the blocks of a load that has ended, if it was early."""
-        self._num_blocks -= self._blocks_of.pop(request_id, 0)
+        self._blocks_of.pop(request_id, None)
 
     def _blocks(self, num_tokens: int, step_tokens: int = 1) -> int:
         """The most blocks that a request of ``num_tokens`` takes, over all groups."""
@@ -349,10 +346,7 @@ class DecodeRequests:
         remote, wanted = share.remote, self._wanted_tokens(request)
         if share.is_spent or share.is_unparkable:
             return False
-        if remote.is_announced and not share.is_settled:
-            if not share.is_asked:
-                share.is_asked = True
-                self._await(remote, reports=True)
+        if not self._is_held(share):
             return False
         is_own = remote.peer[1:] == self._own
         share.is_unparkable = is_own or wanted <= 0 or bool(self._refusal(remote, wanted, wanted, wanted))
@@ -397,8 +391,12 @@ class DecodeRequests:
         share.parked = None
 
     def _may_load(self, share: _Share, num_tokens: int) -> bool:
-        """Whether a load may get blocks now. If not, P is asked, once, to report when it holds the KV."""
-        if not share.remote.is_announced or share.is_settled or self._early.may_begin(num_tokens):
+        """Whether a load may get blocks now."""
+        return self._early.may_begin(num_tokens) or self._is_held(share)
+
+    def _is_held(self, share: _Share) -> bool:
+        """Whether P is known to hold the KV, or never to. If not, P is asked, once, to report when it does."""
+        if not share.remote.is_announced or share.is_settled:
             return True
         if not share.is_asked:
             share.is_asked = True
