@@ -160,7 +160,7 @@ class DecodeRequests:
             return None
         remote = self._checked(remote, request.request_id)
         if remote.duplicate:
-            self._draft.let_go.append(LetGo(request.request_id, remote.duplicate, *remote.peer))
+            self._draft.let_go.append(LetGo(remote.duplicate, *remote.peer))
         share = self._by_handle.get(remote.handle)
         if share is None:
             # A handle of another prompt is spent for this request, and is left to that prompt's requests.
@@ -217,7 +217,7 @@ class DecodeRequests:
                 # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
                 text = "the load under its handle ended with another request, whose client left"
                 self._draft.computed(request_id, share.remote.peer, Cause.FETCHED_BEFORE(text))
-            self._let_go_if_unwanted(request_id, share)
+            self._let_go_if_unwanted(share)
             return
         remote, wanted = share.remote, self._wanted_tokens(request)
         if first is None:
@@ -260,7 +260,7 @@ class DecodeRequests:
             share.decided.discard(request_id)
             self._forget_if_over(share)
             # The request was rejected or aborted before it got blocks: P need not wait for it.
-            self._let_go_if_unwanted(request_id, share)
+            self._let_go_if_unwanted(share)
         is_loading = request_id in self._loading
         if is_loading:
             self._draft.aborted.append(request_id)
@@ -395,7 +395,7 @@ class DecodeRequests:
         return self._early.may_begin(num_tokens) or self._is_held(share)
 
     def _is_held(self, share: _Share) -> bool:
-        """Whether P is known to hold the KV, or never to. If not, P is asked, once, to report when it does."""
+        """Whether P holds the KV, or never will. While that is unknown P is asked, once, to report it."""
         if not share.remote.is_announced or share.is_settled:
             return True
         if not share.is_asked:
@@ -407,7 +407,7 @@ class DecodeRequests:
         """Have P's lease renewed for a request that waits for blocks, unless it ends within the step."""
         self._draft.awaited[remote.handle] = Await(remote.handle, *remote.peer, reports)
 
-    def _let_go_if_unwanted(self, request_id: str, share: _Share) -> None:
+    def _let_go_if_unwanted(self, share: _Share) -> None:
         """A request does not fetch. If no other request may fetch under the handle, release it on P."""
         if share.undecided:
             return
@@ -419,7 +419,7 @@ class DecodeRequests:
         remote = share.remote
         if not remote.refusal:
             self._draft.awaited.pop(remote.handle, None)
-            self._draft.let_go.append(LetGo(request_id, remote.handle, *remote.peer))
+            self._draft.let_go.append(LetGo(remote.handle, *remote.peer))
 
     def _forget_if_over(self, share: _Share) -> None:
         if not (share.undecided or share.decided or share.loader):

@@ -146,7 +146,6 @@ class Await(msgspec.Struct, frozen=True):
 class LetGo(msgspec.Struct, frozen=True):
     """Release a handle on a peer: D will not fetch under it. Has no result."""
 
-    request_id: str
     handle: str
     engine_id: str
     host: str

@@ -87,7 +87,7 @@ def test_a_request_that_ends_while_it_waits_lets_go(is_asked):
         made.update_results(Results(settled=("transfer:t",)))
     made.request_finished(request, ([],), delivered=False)
     orders = made.build_orders()
-    assert orders.let_go == (LetGo("t", "transfer:t", "", "127.0.0.1", 9),)
+    assert orders.let_go == (LetGo("transfer:t", "", "127.0.0.1", 9),)
     assert not orders.awaited
     assert idle(made)
 
