@@ -160,7 +160,7 @@ class DecodeRequests:
             return None
         remote = self._checked(remote, request.request_id)
         if remote.duplicate:
-            self._draft.let_go.append(LetGo(remote.duplicate, *remote.peer))
+            self._draft.let_go.append(LetGo(remote.duplicate, remote.peer))
         share = self._by_handle.get(remote.handle)
         if share is None:
             # A handle of another prompt is spent for this request, and is left to that prompt's requests.
@@ -247,7 +247,7 @@ class DecodeRequests:
                 self._early.begin(request_id, request.num_tokens)
             share.loader, share.is_spent, share.is_asked = request_id, True, False
         self._draft.awaited.pop(handle, None)
-        self._draft.loads.append(Load(request_id, handle, *remote.peer, wanted, groups, refusal))
+        self._draft.loads.append(Load(request_id, handle, remote.peer, wanted, groups, refusal))
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
 
     def request_finished(self, request: RequestView) -> bool:
@@ -377,7 +377,7 @@ class DecodeRequests:
         self._being_parked.append(share)
         self._draft.awaited.pop(remote.handle, None)
         self._draft.loads.append(
-            Load(request_id, remote.handle, *remote.peer, wanted, parked.groups, parks=parked.parks)
+            Load(request_id, remote.handle, remote.peer, wanted, parked.groups, parks=parked.parks)
         )
         return True
 
@@ -405,7 +405,7 @@ class DecodeRequests:
 
     def _await(self, remote: RemotePrefill, *, reports: bool = False) -> None:
         """Have P's lease renewed for a request that waits for blocks, unless it ends within the step."""
-        self._draft.awaited[remote.handle] = Await(remote.handle, *remote.peer, reports)
+        self._draft.awaited[remote.handle] = Await(remote.handle, remote.peer, reports)
 
     def _let_go_if_unwanted(self, share: _Share) -> None:
         """A request does not fetch. If no other request may fetch under the handle, release it on P."""
@@ -419,7 +419,7 @@ class DecodeRequests:
         remote = share.remote
         if not remote.refusal:
             self._draft.awaited.pop(remote.handle, None)
-            self._draft.let_go.append(LetGo(remote.handle, *remote.peer))
+            self._draft.let_go.append(LetGo(remote.handle, remote.peer))
 
     def _forget_if_over(self, share: _Share) -> None:
         if not (share.undecided or share.decided or share.loader):
@@ -439,7 +439,7 @@ class DecodeRequests:
                 why = Cause.OTHER_PROMPT("the handle is of another prompt")
             remote = msgspec.structs.replace(remote, refusal=why)
         elif not remote.refusal and self._trust is not None:
-            refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
+            refusal = self._trust.refusal(*remote.peer[1:], vouched=remote.vouched)
             if refusal is not None:
                 remote = RemotePrefill(refusal=refusal)
         if remote.refusal is not None and self._recomputes:

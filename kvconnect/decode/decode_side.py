@@ -14,7 +14,7 @@ import msgspec
 
 from kvconnect.decode.failure_log import FailureLog
 from kvconnect.decode.finds import Finds
-from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
+from kvconnect.decode.loads import LoadRecord, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
@@ -35,7 +35,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
-from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Results
+from kvconnect.transfer.orders import LetGo, Load, Orders, PeerKey, Results
 from kvconnect.transfer.parts import (
     AGAIN_S,
     Finished,
@@ -63,7 +63,7 @@ class DecodeSide:
         self.loads: dict[str, LoadRecord] = {}
         self.outcomes: deque[Outcome] = deque(maxlen=_MOST_OUTCOMES)
         """The outcomes of the last loads, and on rank 0 of the last requests without a load."""
-        self.peers = Peers(context, self._handle)
+        self.peers = Peers(context, self._handle, self._peers_in_use)
         self.renewals = Renewals(context, self.peers)
         self.rank_fetches = RankFetches(context, self.peers)
         self.finds = Finds(context, self.peers, self.rank_fetches.path_over)
@@ -86,9 +86,9 @@ class DecodeSide:
             metrics,
             ("load", orders.loads, lambda order: self.load(order, finished[orders.step], now)),
             ("let go", orders.let_go, lambda order: self.let_go(order, now)),
-            ("await", orders.awaited, lambda order: keep(order, self._peer_of(order), now)),
+            ("await", orders.awaited, lambda order: keep(order, now)),
             ("abort", orders.aborted, self.abort),
-            ("find", orders.finds * is_first, lambda order: ask(order, self._peer_of(order), now)),
+            ("find", orders.finds * is_first, lambda order: ask(order, now)),
         )
         for outcome, num_tokens in orders.pulls * is_first:
             metrics.pulls.labels(outcome).inc()
@@ -107,7 +107,7 @@ class DecodeSide:
                 order.request_id,
             )
             return
-        key = self._peer_of(order)
+        key = order.peer
         if order.parks:
             # Rows that no copy reads.
             is_unused = always
@@ -142,12 +142,7 @@ class DecodeSide:
     def let_go(self, order: LetGo, now: float) -> None:
         """Release a handle on its peer: D will not fetch under it."""
         self.renewals.end(order.handle)
-        self.peers.let_go(self._peer_of(order), order.handle, now)
-
-    def _peer_of(self, order: Load | Await | LetGo | Find) -> PeerKey:
-        key = (order.engine_id, order.host, order.port)
-        self.peers.adopt(key, self._peers_in_use)
-        return key
+        self.peers.let_go(order.peer, order.handle, now)
 
     def _peers_in_use(self) -> set[PeerKey]:
         in_use = self.renewals.peers_in_use() | self.finds.peers_in_use()
@@ -185,7 +180,7 @@ class DecodeSide:
         self._look_after_all(now)
         if len(self.finds):
             self.finds.advance(now)
-        self.peers.forget_idle(self._peers_in_use)
+        self.peers.forget_idle()
         if self._failures.new:
             self._failures.write(now)
         self._metrics.loads.set(len(self.loads))

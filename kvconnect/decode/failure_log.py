@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.decode.loads import PeerKey
 from kvconnect.outcome import Cause, Outcome, Reason, duration, prefill_name
+from kvconnect.transfer.orders import PeerKey
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnect.cache.identity import Prefix
-from kvconnect.decode.loads import PeerKey
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
-from kvconnect.transfer.orders import Find, Found, Results
+from kvconnect.transfer.orders import Find, Found, PeerKey, Results
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ class _Asked:
     """
 
     order: Find
-    peer: PeerKey
     deadline: float
     link: str = ""
     answer: PrefixFound | None = None
@@ -61,12 +59,12 @@ class Finds:
 
     def peers_in_use(self) -> set[PeerKey]:
         """The peers of all lookups under way."""
-        return {asked.peer for asked in self._asked.values()}
+        return {asked.order.peer for asked in self._asked.values()}
 
-    def ask(self, order: Find, key: PeerKey, now: float) -> None:
+    def ask(self, order: Find, now: float) -> None:
         """Begin a lookup; the peer is asked once it is met."""
-        self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
-        self._peers.reach(key, now)
+        self._asked[next(self._numbers)] = _Asked(order, now + self._config.find_s)
+        self._peers.reach(order.peer, now)
 
     def advance(self, now: float) -> None:
         """Ask the peers that were met meanwhile, and end the lookups that can end or are late."""
@@ -112,7 +110,7 @@ class Finds:
             self._end(number, reason)
 
     def _try(self, number: int, asked: _Asked, now: float) -> None:
-        peer, order = self._peers.reach(asked.peer, now), asked.order
+        peer, order = self._peers.reach(asked.order.peer, now), asked.order
         if reason := peer.refusal(now):
             self._end(number, reason)
         elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:

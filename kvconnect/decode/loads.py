@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvconnect.decode.landing import Landing
 from kvconnect.outcome import Cause, Reason
-from kvconnect.transfer.orders import Load
+from kvconnect.transfer.orders import Load, PeerKey
 from kvconnect.transfer.parts import Timer
 from kvconnect.transfer.slots import checked_move
 
@@ -38,9 +38,6 @@ RANK_FETCH_MOVES: Mapping[RankFetchState, Sequence[RankFetchState]] = {
 OTHER_EPOCH = Cause.EPOCH("the prefill node holds something else under this handle than before")
 
 _WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
-
-PeerKey = tuple[str, str, int]
-"""A remote engine as a request names it: engine id, host, port of rank 0."""
 
 
 @dataclass(eq=False)

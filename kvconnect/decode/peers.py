@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from kvconnect.addresses import RankAddress, is_address, join_address, split_address
 from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
-from kvconnect.decode.loads import PeerKey
 from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.packer import Packer
@@ -25,6 +24,7 @@ from kvconnect.peer.session import Event, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
+from kvconnect.transfer.orders import PeerKey
 from kvconnect.transfer.parts import Timer, TransferContext
 
 _MOST_LET_GO = 1024
@@ -130,17 +130,23 @@ class Peer:
 class Peers:
     """Peers by the key that requests give, and open connections by their own names.
 
-    ``happened`` is called with events of a connection that only the passing of time causes.
+    ``happened`` is called with events of a connection that only the passing of time causes. ``in_use``
+    returns the peers of requests under way.
     """
 
-    def __init__(self, context: TransferContext, happened: Callable[[RankLink, Event, float], None]) -> None:
+    def __init__(
+        self,
+        context: TransferContext,
+        happened: Callable[[RankLink, Event, float], None],
+        in_use: Callable[[], Container[PeerKey]],
+    ) -> None:
         self.peers: dict[PeerKey, Peer] = {}
         self.links: dict[str, RankLink] = {}
         self._config, self._channel, self._local = context.config, context.channel, context.local
         self._send, self._randomness, self._timers = context.send, context.randomness, context.timers
         config = context.config
         self._allowed = AllowList(config.allow_peers)
-        self._happened = happened
+        self._happened, self._in_use = happened, in_use
         # Sources are warm, to answer the first lookup; a list for all nodes may contain this node's own
         # address.
         warm = map(split_address, (*config.warm_peers, *config.sources))
@@ -214,24 +220,25 @@ class Peers:
         found = self.links[link].found if link in self.links else None
         return "unknown" if found is None else found.lane
 
-    def adopt(self, key: PeerKey, in_use: Callable[[], Container[PeerKey]]) -> None:
-        """Use, for ``key``, a connection made before its engine id was known, if it leads to that engine."""
-        nameless = ("", *key[1:])
-        peer = self.peers.get(nameless)
-        if peer is None or key in self.peers or 0 not in peer.links or nameless in in_use():
-            return
-        found = peer.links[0].session.peer
-        if found is None or found.engine_id == key[0]:
-            del self.peers[nameless]
-            peer.key = key
-            self.peers[key] = peer
-
     def reach(self, key: PeerKey, now: float) -> Peer:
         """The peer of this key; D connects to it if there is no connection and its breaker permits."""
-        peer = self.peers.get(key) or self._remember(key)
+        peer = self.peers.get(key) or self._adopt(key) or self._remember(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
+        return peer
+
+    def _adopt(self, key: PeerKey) -> Peer | None:
+        """The peer of a connection made before its engine id was known, if it leads to that engine."""
+        nameless = ("", *key[1:])
+        peer = self.peers.get(nameless)
+        if peer is None or 0 not in peer.links or nameless in self._in_use():
+            return None
+        found = peer.links[0].session.peer
+        if found is not None and found.engine_id != key[0]:
+            return None
+        del self.peers[nameless]
+        peer.key, self.peers[key] = key, peer
         return peer
 
     def _remember(self, key: PeerKey) -> Peer:
@@ -381,11 +388,11 @@ class Peers:
                     link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
                 self.flush(link)
 
-    def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
+    def forget_idle(self) -> None:
         """Drop idle peers beyond ``max_peers``, least recently used first; never those in use or warm."""
         if len(self.peers) <= self._config.max_peers:
             return
-        used = in_use()
+        used = self._in_use()
         others = (peer for key, peer in self.peers.items() if not (peer.is_warm or key in used))
         idle = sorted(others, key=lambda peer: peer.used_at)
         for peer in idle[: len(self.peers) - self._config.max_peers]:

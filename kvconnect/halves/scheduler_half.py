@@ -315,12 +315,13 @@ class SchedulerHalf:
 
 def _part_of(order: Load, num_tokens: int, tier: str) -> LoadPart:
     """What a receipt has of a load from a peer that is ordered."""
+    engine_id, host, port = order.peer
     return LoadPart(
         origin=PEER,
         tokens=num_tokens,
         ended="",
-        engine_id=order.engine_id,
-        address=join_address(order.host, order.port) if order.host else "",
+        engine_id=engine_id,
+        address=join_address(host, port) if host else "",
         by="lease" if order.prefix is None else "name",
         tier=tier,
     )

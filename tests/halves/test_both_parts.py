@@ -248,7 +248,7 @@ def test_what_is_ordered_begins_before_the_launch_behind_the_snapshot_of_its_own
     half = WorkerHalf(Noting("transfer"), Noting("offload"))
     store = Store(1, RowCopies(0, (5,), (0,)), (b"x",))
     restore = Restore("r", (RowCopies(0, (5,), (1,)),))
-    load = Load("l", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (5,)),))
+    load = Load("l", "h", ("P", "x", 1), 4, (GroupBlocks(0, 0, (5,)),))
     offload = OffloadOrders(stores=(store,), restores=(restore,))
     orders = Orders(loads=(load,), offload=offload, zeroes_loads=zeroes_loads)
     half.before_step(orders)

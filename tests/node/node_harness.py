@@ -272,7 +272,7 @@ class CopyConnector:
 
     def build_orders(self):
         ids, self.order_ids = self.order_ids, []
-        return Orders(let_go=tuple(LetGo(name, "", "", 0) for name in ids))
+        return Orders(let_go=tuple(LetGo(name, ("", "", 0)) for name in ids))
 
     def request_finished(self, request, block_ids, *, delivered):
         self.calls.append(("finished", request.request_id, delivered))

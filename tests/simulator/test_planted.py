@@ -253,8 +253,8 @@ def waits_for_answers_for_ever(patch):
     """A question that is not answered is not over."""
     ask = Finds.ask
 
-    def ask_for_ever(self, order, key, now):
-        ask(self, order, key, math.inf)
+    def ask_for_ever(self, order, now):
+        ask(self, order, math.inf)
 
     patch.setattr(Finds, "ask", ask_for_ever)
 

@@ -229,7 +229,7 @@ def test_a_rank_is_served_once_while_another_is_still_to_come():
     step()
     assert first.received == ["a"]
     assert not prefill.sent, "rank 1 has not come yet"
-    again = Load("b", "handle-a", "P", "h", prefill.channel.port, 11, tuple(blocks.values()))
+    again = Load("b", "handle-a", ("P", "h", prefill.channel.port), 11, tuple(blocks.values()))
     first.order(Orders(loads=(again,)))
     step()
     assert first.failed == {"b": "this decode rank has fetched or released the request"}
