@@ -98,7 +98,6 @@ class LandingBay:
         # Landings with chunks to unpack; and those that want slots, in turn.
         self._working: dict[Landing, None] = {}
         self._hungry: deque[Landing] = deque()
-        self._shown = -1
         self._quarantined = 0
 
     @property
@@ -130,9 +129,11 @@ class LandingBay:
         return landing, grants
 
     def _queue(self, landing: Landing) -> None:
-        """Queue a landing for slots, behind the others, if it wants some and is not queued."""
+        """Queue a landing for slots, behind the others, while it wants some."""
         if landing.wants_slots and landing not in self._hungry:
             self._hungry.append(landing)
+        elif not landing.wants_slots and landing in self._hungry:
+            self._hungry.remove(landing)
 
     def requested(self, landing: Landing | None, message: CreditRequest) -> None:
         """Take a credit request: how many chunks the peer can send by now, and which slots it returns."""
@@ -141,8 +142,6 @@ class LandingBay:
         for generation in landing.lent.keys() & set(message.spared):
             self._pool.move(landing.lent.pop(generation), SlotState.FREE)
         landing.due = min(len(landing.staged), message.chunks)
-        if not landing.wants_slots and landing in self._hungry:
-            self._hungry.remove(landing)
         self._queue(landing)
 
     def landed(self, landing: Landing | None, message: Landed) -> str:
@@ -201,9 +200,7 @@ class LandingBay:
                 landing.load.touch()
                 self._forget_if_over(landing)
         self._feed()
-        if self._pool.taken != self._shown:
-            self._shown = self._pool.taken
-            self._metrics.slots_landing.set(self._shown)
+        self._metrics.slots_landing.set(self._pool.taken)
 
     def hasten(self, links: Container[str], until: float) -> None:
         """End the quarantine of slots that were granted over these connections at ``until`` at the latest."""

@@ -41,7 +41,7 @@ FetchPath = tuple[RequestCutter, Packer]
 class RankLink:
     """D's connection to one rank of a peer, at ``address``.
 
-    ``path``: made for the first fetch, or the reason why the caches do not fit; ``parked_path``: the same for
+    ``paths``: made for the first fetch, or the reason why the caches do not fit, to pages and, under True, to
     rows of host memory. ``was_met``: the rank has introduced itself. ``share``: the tokens that both ranks
     keep. ``clock_ahead_s``: the rank's clock is ahead of D's by at least this. ``found``: the lane and its
     rate; ``refusal``: why settings refuse the lane. ``is_ragged``: see ``Results``.
@@ -53,8 +53,7 @@ class RankLink:
     address: str
     session: Session
     timer: Timer
-    path: FetchPath | str = ""
-    parked_path: FetchPath | str = ""
+    paths: dict[bool, FetchPath | str] = field(default_factory=dict)
     clock_ahead_s: float = 0.0
     was_met: bool = False
     share: Share = WHOLE

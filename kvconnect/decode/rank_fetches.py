@@ -109,7 +109,7 @@ class RankFetches:
         """The chunks of a fetch, and slots for the first. Raises ``LayoutError``: the caches do not fit."""
         order, fetch.landing = fetch.load.order, None
         parked = self._local.parked if order.parks else None
-        packed = self.path_over(link) if parked is None else self._parked_path(link, parked)
+        packed = self.path_over(link, parked)
         if isinstance(packed, str):
             raise LayoutError(packed)
         cutter, packer = packed
@@ -123,20 +123,17 @@ class RankFetches:
         fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
         return chunks, grants
 
-    def path_over(self, link: RankLink) -> FetchPath | str:
-        """A connection's cutter and packer, or why the two caches do not fit. Made once."""
-        link.path = link.path or self._make_path(link)
-        return link.path
-
-    def _parked_path(self, link: RankLink, parked: ParkedRows) -> FetchPath | str:
-        """The same with a packer that fills rows of host memory."""
-        if link.is_ragged:
+    def path_over(self, link: RankLink, parked: ParkedRows | None = None) -> FetchPath | str:
+        """A connection's cutter, and packer to pages or ``parked`` rows, or why the caches do not fit."""
+        is_parked = parked is not None
+        if is_parked and link.is_ragged:
             # The windows of a load end where the peer's blocks end, which a restore does not report.
             return "its blocks are of another length, and the model has windows"
-        link.parked_path = link.parked_path or self._make_path(link, parked.table)
-        return link.parked_path
+        if is_parked not in link.paths:
+            link.paths[is_parked] = self._make_path(link, None if parked is None else parked.table)
+        return link.paths[is_parked]
 
-    def _make_path(self, link: RankLink, table: RegionTable | None = None) -> FetchPath | str:
+    def _make_path(self, link: RankLink, table: RegionTable | None) -> FetchPath | str:
         """Make the path of a connection whose peer has introduced itself, to ``table`` or to the pages."""
         ours, peer = link.session.ours, link.session.peer
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
