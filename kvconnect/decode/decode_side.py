@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
+from kvconnect.addresses import is_address
 from kvconnect.decode.failure_log import FailureLog
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, RankFetch, RankFetchState
@@ -347,8 +348,9 @@ class DecodeSide:
     def _end_writes(self, loss: PeerLoss, link: RankLink, now: float, incarnation: str = "") -> None:
         """Shorten the quarantine of slots of past connections to a rank, except those to ``incarnation``."""
         writes_end_s = LOSS_RULES[loss].writes_end_s
-        if writes_end_s is not None and (links := self.peers.past_links(link, incarnation)):
-            self.bay.hasten(links, now + writes_end_s)
+        # Another process at an address proves that the one before it ended; a name may have many addresses.
+        if writes_end_s is not None and (not incarnation or is_address(link.peer.key[1])):
+            self.bay.hasten(link, incarnation, now + writes_end_s)
 
     # Loads
 

@@ -202,10 +202,10 @@ class LandingBay:
         self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
-    def hasten(self, links: Container[str], until: float) -> None:
-        """End the quarantine of slots that were granted over these connections at ``until`` at the latest."""
+    def hasten(self, link: RankLink, incarnation: str, until: float) -> None:
+        """End the quarantine of slots granted before ``link``, but to ``incarnation``, by ``until``."""
         for landing in self._landings.values():
-            if landing.is_quarantined and landing.link.name in links:
+            if landing.is_quarantined and landing.link.is_before(link, incarnation):
                 landing.quarantine.by(until)
 
     def close(

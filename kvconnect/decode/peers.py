@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.addresses import RankAddress, is_address, join_address, split_address
+from kvconnect.addresses import RankAddress, join_address, split_address
 from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
 from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause, Reason
@@ -29,7 +29,6 @@ from kvconnect.transfer.parts import Timer, TransferContext
 
 _MOST_LET_GO = 1024
 """Released handles kept for a peer out of reach. The leases of older ones expire."""
-_PAST_LINKS = 16
 _KEPT_S = 300.0
 """Seconds after its last use in which a peer's broken connection is made again."""
 
@@ -69,6 +68,13 @@ class RankLink:
     def is_ready(self) -> bool:
         """Messages can be sent over it."""
         return self.session.state is SessionState.READY
+
+    def is_before(self, link: RankLink, incarnation: str) -> bool:
+        """It has ended, and led to where ``link`` leads, but to another process than ``incarnation``."""
+        is_over = self.peer.links.get(self.rank) is not self
+        is_alike = (self.peer.address, self.rank) == (link.peer.address, link.rank)
+        known = self.session.peer
+        return is_over and is_alike and (known is None or known.incarnation != incarnation)
 
 
 @dataclass(eq=False)
@@ -153,7 +159,6 @@ class Peers:
         self._warming = context.timers.timer(self._warm_all)
         if self._warm:
             self._warming.at(-math.inf)
-        self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -312,12 +317,6 @@ class Peers:
 
     def drop(self, link: RankLink, now: float) -> None:
         """Drop a connection that has ended, with the messages queued for it."""
-        if link.session.peer is not None:
-            _, host, port = link.peer.key
-            past = self._past.setdefault((host, port, link.rank), deque(maxlen=_PAST_LINKS))
-            past.append((link.name, link.session.peer.incarnation))
-            while len(self._past) > self._config.max_peers:
-                self._past.popitem(last=False)
         del link.peer.links[link.rank]
         link.peer.releases.pop(link.rank, None)
         self._close(link)
@@ -327,14 +326,6 @@ class Peers:
         del self.links[link.name]
         link.timer.cancel()
         self._channel.drop(link.name)
-
-    def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
-        """D's last connections to a rank at this address, except those to the process ``incarnation``."""
-        # Another process at an address proves that the one before it ended; a name may have many addresses.
-        _, host, port = link.peer.key
-        if incarnation and not is_address(host):
-            return set()
-        return {name for name, past in self._past.get((host, port, link.rank), ()) if past != incarnation}
 
     def greet_anew(self) -> None:
         """Send D's introduction, which has changed, to all greeted peers."""
