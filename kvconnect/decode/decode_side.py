@@ -179,7 +179,7 @@ class DecodeSide:
         # Admitted after that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         self._look_after_all(now)
-        if len(self.finds):
+        if self.finds.asked:
             self.finds.advance(now)
         self.peers.forget_idle()
         if self._failures.new:
