@@ -111,7 +111,7 @@ def _peers(count: int) -> Callable[[], object]:
     pair = _pair()
     first, channels = 100_000, pair.network._channels
     channels |= dict.fromkeys(range(first, first + count), pair.prefill.channel)
-    awaited = (Await(f"handle-r{n}", "", "h", first + n) for n in range(count))
+    awaited = (Await(f"handle-r{n}", ("", "h", first + n)) for n in range(count))
     pair.decode.order(Orders(awaited=tuple(awaited)), _done)
     return _both_turn(_quiet(pair))
 
@@ -122,7 +122,7 @@ def _handles(count: int) -> Callable[[], object]:
     for number in range(count):
         pair.hold(f"r{number}", (1 + number,))
     port = pair.prefill.channel.port
-    awaited = (Await(f"handle-r{n}", "P", "h", port) for n in range(count))
+    awaited = (Await(f"handle-r{n}", ("P", "h", port)) for n in range(count))
     pair.decode.order(Orders(awaited=tuple(awaited)), _done)
     return _both_turn(_quiet(pair))
 

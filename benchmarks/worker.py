@@ -194,7 +194,7 @@ class WorkerSide(Side):
 
     def _load(self, name: str, slot: int, asked: Round, source: WorkerAddress) -> Load:
         rank, groups = source.rank, self.cache.groups(slot)
-        return Load(name, f"handle-{name}", source.engine_id, rank.host, rank.port, asked.tokens, groups)
+        return Load(name, f"handle-{name}", (source.engine_id, rank.host, rank.port), asked.tokens, groups)
 
     def _counted(self) -> tuple[dict[str, int], int]:
         """Bytes by lane and copies since the last call."""

@@ -57,7 +57,6 @@ class Moment:
     REPORTED = "reported"
     LOADED = "loaded"
     PARKED = "parked"
-    FIRST_TOKEN = "first token"
 
     PULL = "pull: "
     """Followed by the outcome of a pull; the number is that of loaded tokens."""

@@ -25,7 +25,7 @@ _WARNED = {
     "complain": (1, f"side channel: turned away {{}} {_COUNTED}"),
     "warn_first": (2, f"{{}} … … {_COUNTED}"),
     "_log": (2, "offload, …: it {} (further ones are only counted)"),
-    "count_misuse": (3, f"a message of … was dropped: {{}} {_COUNTED}"),
+    "misused": (1, f"a message of … was dropped: {{}} {_COUNTED}"),
 }
 """Functions that warn: the position of the text among their arguments, and what they make of it."""
 _RAISED = ("ConfigError", "LayoutError", "PeerError", "EngineError", "FolderHeld")

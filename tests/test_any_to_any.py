@@ -81,7 +81,7 @@ def hand_over(prefill: World, decode: World, seed: int) -> None:
         cache.write(truth, source)
     prefill.order(Orders(holds=(Hold(name, name, TOKENS, tuple(source.values()), TIMEOUT_S, 0),)))
     where = prefill.engine_id, prefill.address.host, prefill.address.port
-    decode.order(Orders(loads=(Load(name, name, *where, TOKENS, tuple(target.values())),)))
+    decode.order(Orders(loads=(Load(name, name, where, TOKENS, tuple(target.values())),)))
     decode.wait("received", name)
     assert [cache.differences(truth, target) for cache in decode.caches] == [[]] * decode.size, name
     prefill.wait("sent", name)

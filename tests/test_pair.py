@@ -252,7 +252,7 @@ def test_what_the_nodes_did_is_traced_from_the_outside(nodes, tmp_path):
     times = {event["name"]: event["ts"] + event.get("dur", 0) for event in events if event["ph"] in "Xe"}
     # Both nodes are of this machine, so that their clocks are one: each comes after the one before it.
     path = ["to prefill done", "to held", "to fetch sent", "to fetch begun", "write", "unpack"]
-    path += ["to reported", "to loaded", "to first token"]
+    path += ["to reported", "to loaded"]
     assert sorted(path, key=times.__getitem__) == path
 
 

@@ -8,6 +8,7 @@ and store. An entry that a peer states and that is not in the list must be equal
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -114,7 +115,7 @@ _FLAGS = {entry.name: entry.flags for entry in ENTRIES}
 _MARKED = tuple(entry.name for entry in ENTRIES if entry.rule is Rule.EQUAL and entry.name != WEIGHTS)
 
 
-class Identity(msgspec.Struct, frozen=True, array_like=True):
+class Identity(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The fields of each entry of ``ENTRIES`` as text; an entry with a single value has it under ``""``.
 
     A value that is the default of its field is written ``default VALUE``: it equals a missing field, so that
@@ -137,7 +138,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         """The names of the weights by the way they were made, such as ``files``; see ``weights_differ``."""
         return self.entries.get(WEIGHTS, {})
 
-    @property
+    @functools.cached_property
     def marks(self) -> bytes:
         """A digest of ``MARK_BYTES`` per entry that must be equal; empty if there are no entries.
 
@@ -145,7 +146,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         """
         return b"".join(self._mark(name) for name in _MARKED) if self.entries else b""
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """A digest, in hex, of the entries that must be equal and of the weights; empty without entries."""
         if not self.entries:

@@ -91,7 +91,6 @@ class EarlyLoads:
         self._most_blocks = max(0, cache.num_blocks - 1 - reserve)
         self._most_loads = max(0, max_loads - 1)
         self._blocks_of: dict[str, int] = {}
-        self._num_blocks = 0
 
     def __len__(self) -> int:
         return len(self._blocks_of)
@@ -99,17 +98,15 @@ class EarlyLoads:
     def may_begin(self, num_tokens: int) -> bool:
         """Whether there is room for an early load of ``num_tokens``."""
         has_place = len(self._blocks_of) < self._most_loads
-        return has_place and self._num_blocks + self._blocks(num_tokens) <= self._most_blocks
+        return has_place and sum(self._blocks_of.values()) + self._blocks(num_tokens) <= self._most_blocks
 
     def begin(self, request_id: str, num_tokens: int) -> None:
         """Count the blocks of an early load, which is ordered now."""
-        self.end(request_id)
-        self._blocks_of[request_id] = blocks = self._blocks(num_tokens)
-        self._num_blocks += blocks
+        self._blocks_of[request_id] = self._blocks(num_tokens)
 
     def end(self, request_id: str) -> None:
         """Return the blocks of a load that has ended, if it was early."""
-        self._num_blocks -= self._blocks_of.pop(request_id, 0)
+        self._blocks_of.pop(request_id, None)
 
     def _blocks(self, num_tokens: int, step_tokens: int = 1) -> int:
         """The most blocks that a request of ``num_tokens`` takes, over all groups."""
@@ -138,10 +135,6 @@ class DecodeRequests:
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
         self._loading: dict[str, _Share] = {}
-        # Requests that load, or have loaded, and have generated no token since, with their token counts at
-        # that time; and the loaded ones among them, whose next token is due.
-        self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
-        self._loaded: dict[str, None] = {}
         self._parking = parking
         # With parking: requests without blocks, oldest first, and since when; and handles being parked.
         self._waiting: dict[str, tuple[RequestView, float]] = {}
@@ -167,7 +160,7 @@ class DecodeRequests:
             return None
         remote = self._checked(remote, request.request_id)
         if remote.duplicate:
-            self._draft.let_go.append(LetGo(request.request_id, remote.duplicate, *remote.peer))
+            self._draft.let_go.append(LetGo(remote.duplicate, remote.peer))
         share = self._by_handle.get(remote.handle)
         if share is None:
             # A handle of another prompt is spent for this request, and is left to that prompt's requests.
@@ -224,7 +217,7 @@ class DecodeRequests:
                 # The cancelled load left nothing in the prefix cache: its siblings compute their prompts.
                 text = "the load under its handle ended with another request, whose client left"
                 self._draft.computed(request_id, share.remote.peer, Cause.FETCHED_BEFORE(text))
-            self._let_go_if_unwanted(request_id, share)
+            self._let_go_if_unwanted(share)
             return
         remote, wanted = share.remote, self._wanted_tokens(request)
         if first is None:
@@ -236,7 +229,7 @@ class DecodeRequests:
         if parked is not None and parked.is_ready and refusal is None and self._parking is not None:
             share.loader, share.parked = request_id, None
             self._parking.restore(request_id, parked, groups)
-            self._ordered_load(request, handle, num_external_tokens)
+            self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
             return
         if share.is_spent:
             # Two requests were offered the load before either got its blocks, or the loader has failed. The
@@ -254,15 +247,12 @@ class DecodeRequests:
                 self._early.begin(request_id, request.num_tokens)
             share.loader, share.is_spent, share.is_asked = request_id, True, False
         self._draft.awaited.pop(handle, None)
-        self._draft.loads.append(Load(request_id, handle, *remote.peer, wanted, groups, refusal))
-        self._ordered_load(request, handle, num_external_tokens)
+        self._draft.loads.append(Load(request_id, handle, remote.peer, wanted, groups, refusal))
+        self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
 
     def request_finished(self, request: RequestView) -> bool:
         """A request ended. Returns whether its load is under way, which is then ordered to end."""
         request_id, share = request.request_id, self.share(request)
-        self._look_for_token(request_id)
-        self._tokenless.pop(request_id, None)
-        self._loaded.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if share is not None:
             del self._shares[request_id]
@@ -270,7 +260,7 @@ class DecodeRequests:
             share.decided.discard(request_id)
             self._forget_if_over(share)
             # The request was rejected or aborted before it got blocks: P need not wait for it.
-            self._let_go_if_unwanted(request_id, share)
+            self._let_go_if_unwanted(share)
         is_loading = request_id in self._loading
         if is_loading:
             self._draft.aborted.append(request_id)
@@ -280,8 +270,6 @@ class DecodeRequests:
         """Before the draft is taken: park, and mark the loads that it aborts: no sibling fails with them."""
         if self._waiting or self._being_parked:
             self._park()
-        for request_id in list(self._loaded):
-            self._look_for_token(request_id)
         for request_id in self._draft.aborted:
             share = self._loading.get(request_id)
             if share is not None and share.loader == request_id:
@@ -291,8 +279,6 @@ class DecodeRequests:
         """Take the workers' results: ended loads, and settled handles."""
         for request_id in results.received:
             self._early.end(request_id)
-            if request_id in self._tokenless:
-                self._loaded[request_id] = None
             share = self._loading.pop(request_id, None)
             if share is None or share.loader != request_id:
                 continue
@@ -333,10 +319,6 @@ class DecodeRequests:
                     self._draft.computed(request_id, share.remote.peer, reason)
                 self._unpark(share)
 
-    def _ordered_load(self, request: RequestView, handle: str, num_external_tokens: int) -> None:
-        self._draft.note(Moment.LOAD_ORDERED, handle, request.request_id, num_external_tokens)
-        self._tokenless[request.request_id] = request, request.num_tokens, handle
-
     def _park(self) -> None:
         """Have the KV of requests that have waited long enough parked, some at a time."""
         assert self._parking is not None
@@ -364,10 +346,7 @@ class DecodeRequests:
         remote, wanted = share.remote, self._wanted_tokens(request)
         if share.is_spent or share.is_unparkable:
             return False
-        if remote.is_announced and not share.is_settled:
-            if not share.is_asked:
-                share.is_asked = True
-                self._await(remote, reports=True)
+        if not self._is_held(share):
             return False
         is_own = remote.peer[1:] == self._own
         share.is_unparkable = is_own or wanted <= 0 or bool(self._refusal(remote, wanted, wanted, wanted))
@@ -398,7 +377,7 @@ class DecodeRequests:
         self._being_parked.append(share)
         self._draft.awaited.pop(remote.handle, None)
         self._draft.loads.append(
-            Load(request_id, remote.handle, *remote.peer, wanted, parked.groups, parks=parked.parks)
+            Load(request_id, remote.handle, remote.peer, wanted, parked.groups, parks=parked.parks)
         )
         return True
 
@@ -411,17 +390,13 @@ class DecodeRequests:
         self._parking.leave(share.parked)
         share.parked = None
 
-    def _look_for_token(self, request_id: str) -> None:
-        """Note in the timeline the first token of a loaded request, once it is generated."""
-        request, num_tokens, handle = self._tokenless.get(request_id, (None, 0, ""))
-        if request is not None and request.num_tokens > num_tokens:
-            del self._tokenless[request_id]
-            self._loaded.pop(request_id, None)
-            self._draft.note(Moment.FIRST_TOKEN, handle, request_id)
-
     def _may_load(self, share: _Share, num_tokens: int) -> bool:
-        """Whether a load may get blocks now. If not, P is asked, once, to report when it holds the KV."""
-        if not share.remote.is_announced or share.is_settled or self._early.may_begin(num_tokens):
+        """Whether a load may get blocks now."""
+        return self._early.may_begin(num_tokens) or self._is_held(share)
+
+    def _is_held(self, share: _Share) -> bool:
+        """Whether P holds the KV, or never will. While that is unknown P is asked, once, to report it."""
+        if not share.remote.is_announced or share.is_settled:
             return True
         if not share.is_asked:
             share.is_asked = True
@@ -430,9 +405,9 @@ class DecodeRequests:
 
     def _await(self, remote: RemotePrefill, *, reports: bool = False) -> None:
         """Have P's lease renewed for a request that waits for blocks, unless it ends within the step."""
-        self._draft.awaited[remote.handle] = Await(remote.handle, *remote.peer, reports)
+        self._draft.awaited[remote.handle] = Await(remote.handle, remote.peer, reports)
 
-    def _let_go_if_unwanted(self, request_id: str, share: _Share) -> None:
+    def _let_go_if_unwanted(self, share: _Share) -> None:
         """A request does not fetch. If no other request may fetch under the handle, release it on P."""
         if share.undecided:
             return
@@ -444,7 +419,7 @@ class DecodeRequests:
         remote = share.remote
         if not remote.refusal:
             self._draft.awaited.pop(remote.handle, None)
-            self._draft.let_go.append(LetGo(request_id, remote.handle, *remote.peer))
+            self._draft.let_go.append(LetGo(remote.handle, remote.peer))
 
     def _forget_if_over(self, share: _Share) -> None:
         if not (share.undecided or share.decided or share.loader):
@@ -458,13 +433,13 @@ class DecodeRequests:
         peer, why = remote.peer, None
         if remote.is_of_other_prompt:
             # Nodes that count tokens differently leave another number of them to D.
-            if differ := marks_differ(self._stack.identity_marks, remote.identity):
+            if differ := marks_differ(self._stack.identity().marks, remote.identity):
                 why = Cause.OTHER_IDENTITY(f"KV means something else there: {', '.join(differ)} differ")
             else:
                 why = Cause.OTHER_PROMPT("the handle is of another prompt")
             remote = msgspec.structs.replace(remote, refusal=why)
         elif not remote.refusal and self._trust is not None:
-            refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
+            refusal = self._trust.refusal(*remote.peer[1:], vouched=remote.vouched)
             if refusal is not None:
                 remote = RemotePrefill(refusal=refusal)
         if remote.refusal is not None and self._recomputes:

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import msgspec
 
-from kvconnect.cache.identity import Identity
-from kvconnect.decode.failure_log import SERVER_LOST_S, FailureLog
+from kvconnect.addresses import is_address
+from kvconnect.decode.failure_log import FailureLog
 from kvconnect.decode.finds import Finds
-from kvconnect.decode.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
+from kvconnect.decode.loads import LoadRecord, RankFetch, RankFetchState
 from kvconnect.decode.peers import Peer, Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
@@ -36,7 +36,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
-from kvconnect.transfer.orders import Await, Find, LetGo, Load, Orders, Results
+from kvconnect.transfer.orders import LetGo, Load, Orders, PeerKey, Results
 from kvconnect.transfer.parts import (
     AGAIN_S,
     Finished,
@@ -44,7 +44,6 @@ from kvconnect.transfer.parts import (
     TransferContext,
     always,
     carry_out_each,
-    count_misuse,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,19 +64,17 @@ class DecodeSide:
         self.loads: dict[str, LoadRecord] = {}
         self.outcomes: deque[Outcome] = deque(maxlen=_MOST_OUTCOMES)
         """The outcomes of the last loads, and on rank 0 of the last requests without a load."""
-        self.peers = Peers(context, self._handle)
+        self.peers = Peers(context, self._handle, self._peers_in_use)
         self.renewals = Renewals(context, self.peers)
         self.rank_fetches = RankFetches(context, self.peers)
         self.finds = Finds(context, self.peers, self.rank_fetches.path_over)
         self.bay = self.rank_fetches.bay
-        self._by_peer: dict[PeerKey, dict[LoadRecord, None]] = {}
-        # Digests for receipts, by peer; None for this node.
-        self._digests: dict[PeerKey | None, tuple[Identity, str]] = {}
         self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
-        self._transports = Transports(context.config, context.metrics)
-        self._repeats, self._failures = context.repeats, FailureLog(context, self._is_met)
+        self._transports = Transports(context.metrics, context.repeats)
+        self._repeats, self._misused = context.repeats, context.misused
+        self._failures = FailureLog(context, self._is_met)
 
     # Orders of the scheduler
 
@@ -90,9 +87,9 @@ class DecodeSide:
             metrics,
             ("load", orders.loads, lambda order: self.load(order, finished[orders.step], now)),
             ("let go", orders.let_go, lambda order: self.let_go(order, now)),
-            ("await", orders.awaited, lambda order: keep(order, self._peer_of(order), now)),
+            ("await", orders.awaited, lambda order: keep(order, now)),
             ("abort", orders.aborted, self.abort),
-            ("find", orders.finds * is_first, lambda order: ask(order, self._peer_of(order), now)),
+            ("find", orders.finds * is_first, lambda order: ask(order, now)),
         )
         for outcome, num_tokens in orders.pulls * is_first:
             metrics.pulls.labels(outcome).inc()
@@ -111,7 +108,7 @@ class DecodeSide:
                 order.request_id,
             )
             return
-        key = self._peer_of(order)
+        key = order.peer
         if order.parks:
             # Rows that no copy reads.
             is_unused = always
@@ -121,7 +118,6 @@ class DecodeSide:
         timer.at(deadline)
         self.loads[order.request_id] = load
         self._queue[load] = None
-        self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
         self.renewals.load(load, now)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
@@ -147,12 +143,7 @@ class DecodeSide:
     def let_go(self, order: LetGo, now: float) -> None:
         """Release a handle on its peer: D will not fetch under it."""
         self.renewals.end(order.handle)
-        self.peers.let_go(self._peer_of(order), order.handle, now)
-
-    def _peer_of(self, order: Load | Await | LetGo | Find) -> PeerKey:
-        key = (order.engine_id, order.host, order.port)
-        self.peers.adopt(key, self._peers_in_use)
-        return key
+        self.peers.let_go(order.peer, order.handle, now)
 
     def _peers_in_use(self) -> set[PeerKey]:
         in_use = self.renewals.peers_in_use() | self.finds.peers_in_use()
@@ -188,9 +179,9 @@ class DecodeSide:
         # Admitted after that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         self._look_after_all(now)
-        if self.finds.has_changed:
+        if self.finds.asked:
             self.finds.advance(now)
-        self.peers.forget_idle(self._peers_in_use)
+        self.peers.forget_idle()
         if self._failures.new:
             self._failures.write(now)
         self._metrics.loads.set(len(self.loads))
@@ -271,7 +262,7 @@ class DecodeSide:
             case PrefixFound():
                 self.finds.answered(link, event, now)
             case Misused(reason=reason):
-                count_misuse(self._metrics, self._repeats, str(link), reason.text)
+                self._misused(link, reason.text)
             case Ended(reason=reason, loss=loss):
                 self._lose(link, loss, reason, now)
         self.peers.flush(link)
@@ -290,8 +281,7 @@ class DecodeSide:
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, welcome.introduction.incarnation)
         self.renewals.met(link.peer.key, now)
         self.finds.met(link, now)
-        self.finds.changed()
-        for load in self._by_peer.get(link.peer.key, ()):
+        for load in self._loads_from(link.peer):
             if load.is_to_ask:
                 load.touch()
 
@@ -307,7 +297,6 @@ class DecodeSide:
         if found.refusal:
             by_peer = Cause.LANE_REFUSED(found.refusal)
         self._judge(link, by_peer or refusal(self._config, found, "decode"), now)
-        self.finds.changed()
 
     def _judge(self, link: RankLink, reason: Reason | None, now: float) -> None:
         """Accept the lane of a peer's link or, with a reason, refuse it and fail the peer's loads."""
@@ -316,7 +305,7 @@ class DecodeSide:
             # The link was refused, and D has fetched nothing since: the message concerns an earlier fetch.
             return
         if reason:
-            for load in self._by_peer.get(peer.key, ()):
+            for load in self._loads_from(peer):
                 if load.admitted:
                     load.fail(reason)
             # The loads' fetches are cancelled before the peer is greeted anew.
@@ -326,14 +315,11 @@ class DecodeSide:
     def _lose(self, link: RankLink, loss: PeerLoss, reason: Reason, now: float) -> None:
         """A connection has ended: its loads fail or are asked for again, by the rule in ``LOSS_RULES``."""
         peer, rank, rule = link.peer, link.rank, LOSS_RULES[loss]
-        if peer.is_whole:
-            peer.is_whole = False
-            self._count_lost(peer, now)
         if not rule.asks_again:
-            self._failures.lost(peer.key, reason)
+            self._failures.lost(peer.key, reason, was_whole=peer.is_whole)
+            peer.is_whole = False
         self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
-        self.finds.changed()
         peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
@@ -341,7 +327,7 @@ class DecodeSide:
         elif rule.asks_again:
             # The peer dropped this connection, having too many peers: D reconnects only to fetch again.
             peer.was_met = False
-        loads = [load for load in self._by_peer.get(peer.key, ()) if load.admitted]
+        loads = [load for load in self._loads_from(peer) if load.admitted]
         for load in loads:
             fetch = load.fetches.get(rank)
             if fetch is not None and fetch.state is RankFetchState.MEETING:
@@ -355,21 +341,6 @@ class DecodeSide:
                 if load.is_to_ask and not load.error:
                     load.fail(reason)
 
-    def _count_lost(self, peer: Peer, now: float) -> None:
-        """Count a lost server once, for all ranks of both sides: D's rank 0 counts.
-
-        Another rank of D counts a connection that only that rank has lost, which shows a second later.
-        """
-        if self._local.introduction.rank == 0:
-            self._metrics.failures.labels("peer_lost").inc()
-            return
-
-        def count(now: float) -> None:
-            if peer.is_ready:
-                self._metrics.failures.labels("peer_lost").inc()
-
-        self._timers.timer(count).at(now + SERVER_LOST_S)
-
     def _is_met(self, key: PeerKey) -> bool:
         peer = self.peers.peers.get(key)
         return peer is not None and peer.is_ready
@@ -377,10 +348,14 @@ class DecodeSide:
     def _end_writes(self, loss: PeerLoss, link: RankLink, now: float, incarnation: str = "") -> None:
         """Shorten the quarantine of slots of past connections to a rank, except those to ``incarnation``."""
         writes_end_s = LOSS_RULES[loss].writes_end_s
-        if writes_end_s is not None and (links := self.peers.past_links(link, incarnation)):
-            self.bay.hasten(links, now + writes_end_s)
+        # Another process at an address proves that the one before it ended; a name may have many addresses.
+        if writes_end_s is not None and (not incarnation or is_address(link.peer.key[1])):
+            self.bay.hasten(link, incarnation, now + writes_end_s)
 
     # Loads
+
+    def _loads_from(self, peer: Peer) -> list[LoadRecord]:
+        return [load for load in self.loads.values() if load.peer == peer.key]
 
     def _admit(self, now: float) -> None:
         """Admit queued loads, up to ``max_loads`` at a time: D meets their peers, then fetches."""
@@ -418,10 +393,6 @@ class DecodeSide:
         del self.loads[request_id]
         self._queue.pop(load, None)
         self._admitted -= load.admitted
-        of_peer = self._by_peer[load.peer]
-        del of_peer[load]
-        if not of_peer:
-            del self._by_peer[load.peer]
         load.timer.cancel()
         self.renewals.loaded(load)
         engine_id, host, port = load.peer
@@ -473,17 +444,8 @@ class DecodeSide:
         """The digests of what this node's KV and a peer's depend on; empty of a peer that is not met."""
         peer = self.peers.peers.get(key)
         theirs = None if peer is None or 0 not in peer.links else peer.links[0].session.peer
-        found = []
-        for side, introduced in ((None, self._local.introduction), (key, theirs)):
-            known, digest = self._digests.get(side, (None, ""))
-            if introduced is not None and known is not introduced.meaning.identity:
-                # A digest takes longer than a load may, and changes with weights alone.
-                digest = introduced.meaning.identity.digest
-                self._digests[side] = introduced.meaning.identity, digest
-            found.append("" if introduced is None else digest)
-        while len(self._digests) > self._config.max_peers + 1:
-            del self._digests[next(iter(self._digests))]
-        return found[0], found[1]
+        ours = self._local.introduction.meaning.identity
+        return ours.digest, "" if theirs is None else theirs.meaning.identity.digest
 
     def _count(self, outcome: Outcome, load: LoadRecord, label: str) -> None:
         """Count a load that has ended."""

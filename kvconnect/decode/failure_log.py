@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.decode.loads import PeerKey
 from kvconnect.outcome import Cause, Outcome, Reason, duration, prefill_name
+from kvconnect.transfer.orders import PeerKey
 from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -26,21 +26,26 @@ _OF_SERVERS = {
 
 @dataclass
 class _Failure:
-    """The first reason of a cause, and the loads that it failed since the last ``write``."""
+    """The first reason of a cause, and the loads that it failed since the last ``write``.
+
+    ``was_whole``: a peer was lost of which no connection had been lost before.
+    """
 
     reason: Reason
     outcomes: list[Outcome] = field(default_factory=list)
+    was_whole: bool = False
 
 
 class FailureLog:
     """Collects failures, and logs the first of each peer and cause: see ``DuplicateFilter``.
 
-    Rank 0 of D logs for all ranks. Another rank logs what only it may have met: it first waits whether it
-    loses its connection to the peer's rank 0 too. ``is_met`` returns whether that connection stands.
+    Rank 0 of D logs for all ranks, and counts lost peers. Another rank does so for what only it may have met:
+    it first waits whether it loses its connection to the peer's rank 0 too. ``is_met`` returns whether that
+    connection stands.
     """
 
     def __init__(self, context: TransferContext, is_met: Callable[[PeerKey], bool]) -> None:
-        self._repeats, self._is_met = context.repeats, is_met
+        self._repeats, self._metrics, self._is_met = context.repeats, context.metrics, is_met
         self._is_first_rank = context.local.introduction.rank == 0
         self._timer = context.timers.timer(lambda now: self._write())
         self.new: dict[tuple[PeerKey, bool | Cause], _Failure] = {}
@@ -53,9 +58,12 @@ class FailureLog:
         elif reason.cause is not Cause.ABORTED:
             self.lost(peer, reason).outcomes.append(outcome)
 
-    def lost(self, peer: PeerKey, reason: Reason) -> _Failure:
+    def lost(self, peer: PeerKey, reason: Reason, *, was_whole: bool = False) -> _Failure:
         """A connection to a peer has ended, or a load from it has failed."""
-        return self.new.setdefault((peer, reason.cause in _REACH or reason.cause), _Failure(reason))
+        key = peer, reason.cause in _REACH or reason.cause
+        failure = self.new.setdefault(key, _Failure(reason))
+        failure.was_whole |= was_whole
+        return failure
 
     def write(self, now: float) -> None:
         """Log what is new since the last call, on ranks other than the first later."""
@@ -67,8 +75,10 @@ class FailureLog:
     def _write(self) -> None:
         new, self.new = self.new, {}
         for (peer, _), failure in new.items():
-            name, cause = prefill_name(*peer), failure.reason.cause
-            is_shared = not self._is_met(peer) if cause in _REACH else cause in _OF_SERVERS
+            name, cause, is_met = prefill_name(*peer), failure.reason.cause, self._is_met(peer)
+            if failure.was_whole and (self._is_first_rank or is_met):
+                self._metrics.failures.labels("peer_lost").inc()
+            is_shared = not is_met if cause in _REACH else cause in _OF_SERVERS
             if (self._is_first_rank or not is_shared) and self._repeats.is_first(peer, cause):
                 logger.warning("%s", _line(name, failure))
 

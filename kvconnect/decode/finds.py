@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnect.cache.identity import Prefix
-from kvconnect.decode.loads import PeerKey
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import FindPrefix, PrefixFound
-from kvconnect.transfer.orders import Find, Found, Results
-from kvconnect.transfer.parts import TransferContext, count_misuse
+from kvconnect.transfer.orders import Find, Found, PeerKey, Results
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ class _Asked:
     """
 
     order: Find
-    peer: PeerKey
     deadline: float
     link: str = ""
     answer: PrefixFound | None = None
@@ -49,35 +47,29 @@ class Finds:
     def __init__(
         self, context: TransferContext, peers: Peers, path: Callable[[RankLink], FetchPath | str]
     ) -> None:
-        self._config, self._metrics, self._reports = context.config, context.metrics, context.reports
-        self._peers, self._path, self._repeats = peers, path, context.repeats
-        self._asked: dict[int, _Asked] = {}
+        self._config, self._reports, self._misused = context.config, context.reports, context.misused
+        self._peers, self._path = peers, path
+        self.asked: dict[int, _Asked] = {}
+        """Lookups under way by number. A turn without any calls nothing here."""
         self._numbers = itertools.count(1)
-        self._timer = context.timers.timer(lambda now: self.changed())
-        self.has_changed = False
-        """A lookup may be able to continue."""
+        # A turn in which a timer is due looks at all lookups.
+        self._timer = context.timers.timer(lambda now: None)
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self.asked)
 
     def peers_in_use(self) -> set[PeerKey]:
         """The peers of all lookups under way."""
-        return {asked.peer for asked in self._asked.values()}
+        return {asked.order.peer for asked in self.asked.values()}
 
-    def ask(self, order: Find, key: PeerKey, now: float) -> None:
+    def ask(self, order: Find, now: float) -> None:
         """Begin a lookup; the peer is asked once it is met."""
-        self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
-        self._peers.reach(key, now)
-        self.changed()
-
-    def changed(self) -> None:
-        """Look at all lookups again: a peer was met or lost, or its link was measured."""
-        self.has_changed = True
+        self.asked[next(self._numbers)] = _Asked(order, now + self._config.find_s)
+        self._peers.reach(order.peer, now)
 
     def advance(self, now: float) -> None:
-        """Ask the peers that were met meanwhile, and end the lookups that are late."""
-        self.has_changed = False
-        for number, asked in list(self._asked.items()):
+        """Ask the peers that were met meanwhile, and end the lookups that can end or are late."""
+        for number, asked in list(self.asked.items()):
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
             elif now >= asked.deadline:
@@ -85,7 +77,7 @@ class Finds:
                 self._end(number, Cause.TIMEOUT(late))
             elif not asked.link:
                 self._try(number, asked, now)
-        self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
+        self._timer.at(min((asked.deadline for asked in self.asked.values()), default=math.inf))
 
     def met(self, link: RankLink, now: float) -> None:
         """A peer's rank has introduced itself: if D will ask it, have it measure its link before."""
@@ -100,27 +92,26 @@ class Finds:
 
     def answered(self, link: RankLink, message: PrefixFound, now: float) -> None:
         """Take a peer's answer. A late answer is ignored, and is no fault of the peer."""
-        asked = self._asked.get(message.number)
+        asked = self.asked.get(message.number)
         if asked is None or asked.link != link.name:
             return
         problem = _problem(message, asked.order.prefix, asked.order.max_tokens)
         if problem:
-            count_misuse(self._metrics, self._repeats, str(link), problem)
+            self._misused(link, problem)
         error = Cause.PROTOCOL(problem) if problem else message.error
         if error or max(message.num_tokens, message.disk_tokens) <= asked.order.prefix.start_tokens:
             self._end(message.number, error, is_busy=message.is_busy)
         else:
             asked.answer = message
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
-            self.changed()
 
     def lost(self, link: str, reason: Reason) -> None:
         """A connection has ended: end the lookups that it carried, with this reason."""
-        for number in [number for number, asked in self._asked.items() if asked.link == link]:
+        for number in [number for number, asked in self.asked.items() if asked.link == link]:
             self._end(number, reason)
 
     def _try(self, number: int, asked: _Asked, now: float) -> None:
-        peer, order = self._peers.reach(asked.peer, now), asked.order
+        peer, order = self._peers.reach(asked.order.peer, now), asked.order
         if reason := peer.refusal(now):
             self._end(number, reason)
         elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:
@@ -150,13 +141,13 @@ class Finds:
         )
         # The peer reads rows from disk before it sends any of them.
         counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
-        self._report(number, Found(self._asked[number].order.request_id, *counts, error=link.refusal))
+        self._report(number, Found(self.asked[number].order.request_id, *counts, error=link.refusal))
 
     def _end(self, number: int, error: Reason | None, *, is_busy: bool = False) -> None:
-        self._report(number, Found(self._asked[number].order.request_id, error=error, is_busy=is_busy))
+        self._report(number, Found(self.asked[number].order.request_id, error=error, is_busy=is_busy))
 
     def _report(self, number: int, found: Found) -> None:
-        del self._asked[number]
+        del self.asked[number]
         self._reports.add(Results(found=(found,)))
 
 

@@ -21,7 +21,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.timeline import Moment
 from kvconnect.transfer.parts import Timer, TransferContext
-from kvconnect.transfer.slots import Slot, SlotEvent, SlotState
+from kvconnect.transfer.slots import Slot, SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,6 @@ class LandingBay:
         # Landings with chunks to unpack; and those that want slots, in turn.
         self._working: dict[Landing, None] = {}
         self._hungry: deque[Landing] = deque()
-        self._shown = -1
         self._quarantined = 0
 
     @property
@@ -130,19 +129,19 @@ class LandingBay:
         return landing, grants
 
     def _queue(self, landing: Landing) -> None:
-        """Queue a landing for slots, behind the others, if it wants some and is not queued."""
+        """Queue a landing for slots, behind the others, while it wants some."""
         if landing.wants_slots and landing not in self._hungry:
             self._hungry.append(landing)
+        elif not landing.wants_slots and landing in self._hungry:
+            self._hungry.remove(landing)
 
     def requested(self, landing: Landing | None, message: CreditRequest) -> None:
         """Take a credit request: how many chunks the peer can send by now, and which slots it returns."""
         if landing is None or landing.closed:
             return
         for generation in landing.lent.keys() & set(message.spared):
-            self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
+            self._pool.move(landing.lent.pop(generation), SlotState.FREE)
         landing.due = min(len(landing.staged), message.chunks)
-        if not landing.wants_slots and landing in self._hungry:
-            self._hungry.remove(landing)
         self._queue(landing)
 
     def landed(self, landing: Landing | None, message: Landed) -> str:
@@ -166,7 +165,7 @@ class LandingBay:
             return f"chunk {message.chunk} came without its digest"
         del landing.lent[message.generation]
         landing.arrived.add(message.chunk)
-        self._pool.move(slot, SlotEvent.LANDED)
+        self._pool.move(slot, SlotState.OURS)
         landing.packed.append((slot, message))
         self._working[landing] = None
         self._note(landing, Moment.LANDED, message.chunk)
@@ -183,7 +182,7 @@ class LandingBay:
             except Exception as error:
                 # Any error, a device out of memory included, fails only this request.
                 logger.debug("a chunk could not be unpacked", exc_info=True)
-                self._pool.move(slot, SlotEvent.RETURN)
+                self._pool.move(slot, SlotState.FREE)
                 text = f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
                 landing.fail(Cause.LANDING(text))
                 continue
@@ -201,14 +200,12 @@ class LandingBay:
                 landing.load.touch()
                 self._forget_if_over(landing)
         self._feed()
-        if self._pool.taken != self._shown:
-            self._shown = self._pool.taken
-            self._metrics.slots_landing.set(self._shown)
+        self._metrics.slots_landing.set(self._pool.taken)
 
-    def hasten(self, links: Container[str], until: float) -> None:
-        """End the quarantine of slots that were granted over these connections at ``until`` at the latest."""
+    def hasten(self, link: RankLink, incarnation: str, until: float) -> None:
+        """End the quarantine of slots granted before ``link``, but to ``incarnation``, by ``until``."""
         for landing in self._landings.values():
-            if landing.is_quarantined and landing.link.name in links:
+            if landing.is_quarantined and landing.link.is_before(link, incarnation):
                 landing.quarantine.by(until)
 
     def close(
@@ -222,7 +219,7 @@ class LandingBay:
             return
         landing.closed = True
         for slot, _ in landing.packed:
-            self._pool.move(slot, SlotEvent.RETURN)
+            self._pool.move(slot, SlotState.FREE)
         landing.packed.clear()
         if landing in self._hungry:
             self._hungry.remove(landing)
@@ -230,7 +227,7 @@ class LandingBay:
             landing.quarantine.at(lost_until)
         self._free(landing, () if lost_until is None else unsettled)
         for slot in landing.lent.values():
-            self._pool.move(slot, SlotEvent.LOSE)
+            self._pool.move(slot, SlotState.QUARANTINED)
         self._count_quarantined(len(landing.lent))
 
     def answered(self, written: Written, link: str, until: float) -> None:
@@ -252,7 +249,7 @@ class LandingBay:
                 slot = landing.lent.pop(generation)
                 if slot.state is SlotState.QUARANTINED:
                     self._count_quarantined(-1)
-                self._pool.move(slot, SlotEvent.RETURN)
+                self._pool.move(slot, SlotState.FREE)
         if not landing.lent:
             landing.quarantine.cancel()
         self._forget_if_over(landing)
@@ -267,7 +264,7 @@ class LandingBay:
 
     def _take(self, landing: Landing, slot: Slot, message: Landed, ticket: PackTicket) -> None:
         assert message.digest is not None, "a chunk without one was refused"
-        self._pool.move(slot, SlotEvent.RETURN)
+        self._pool.move(slot, SlotState.FREE)
         self._note(landing, Moment.UNPACKED, message.chunk)
         if ticket.digest == message.digest:
             landing.committed[message.chunk] = message.digest
@@ -276,7 +273,7 @@ class LandingBay:
         landing.fail(Cause.DIGEST(text))
 
     def _lend(self, landing: Landing) -> Grant:
-        slot = self._pool.take(SlotEvent.LEND, landing.link.peer.address)
+        slot = self._pool.take(SlotState.THEIRS, landing.link.peer.address)
         landing.lent[slot.generation] = slot
         return Grant(slot.address, slot.length_bytes, slot.generation)
 

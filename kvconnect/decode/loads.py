@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.decode.landing import Landing
 from kvconnect.outcome import Cause, Reason
-from kvconnect.transfer.orders import Load
+from kvconnect.transfer.orders import Load, PeerKey
 from kvconnect.transfer.parts import Timer
-from kvconnect.transfer.slots import next_state
+from kvconnect.transfer.slots import checked_move
 
 
 class RankFetchState(enum.Enum):
@@ -25,41 +25,26 @@ class RankFetchState(enum.Enum):
     FAILED = "failed"
 
 
-class RankFetchEvent(enum.Enum):
-    """The events of a rank fetch."""
-
-    ASK = "the fetch is sent"
-    FORGET = "the peer had forgotten us, and does nothing"
-    REPEAT = "the peer lost what it was sending, and does nothing"
-    ARRIVE = "nothing more is sent, and what arrived is being unpacked"
-    LAND = "all of it is in its pages"
-    FAIL = "it failed; slots that the peer may still write are in quarantine"
-
-
-RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchState] = {
-    (RankFetchState.MEETING, RankFetchEvent.ASK): RankFetchState.ASKED,
-    (RankFetchState.MEETING, RankFetchEvent.FAIL): RankFetchState.FAILED,
-    (RankFetchState.ASKED, RankFetchEvent.ARRIVE): RankFetchState.UNPACKING,
-    (RankFetchState.UNPACKING, RankFetchEvent.LAND): RankFetchState.LANDED,
-    (RankFetchState.UNPACKING, RankFetchEvent.FAIL): RankFetchState.FAILED,
-    (RankFetchState.ASKED, RankFetchEvent.FORGET): RankFetchState.MEETING,
-    (RankFetchState.ASKED, RankFetchEvent.REPEAT): RankFetchState.MEETING,
-    (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
+RANK_FETCH_MOVES: Mapping[RankFetchState, Sequence[RankFetchState]] = {
+    RankFetchState.MEETING: (RankFetchState.ASKED, RankFetchState.FAILED),
+    # To be asked again: the peer has forgotten this node, or lost what it was sending, and does nothing.
+    RankFetchState.ASKED: (RankFetchState.UNPACKING, RankFetchState.MEETING, RankFetchState.FAILED),
+    RankFetchState.UNPACKING: (RankFetchState.LANDED, RankFetchState.FAILED),
+    # All of it is in its pages; or slots that the peer may still write are in quarantine.
+    RankFetchState.LANDED: (),
+    RankFetchState.FAILED: (),
 }
 
 OTHER_EPOCH = Cause.EPOCH("the prefill node holds something else under this handle than before")
 
 _WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
 
-PeerKey = tuple[str, str, int]
-"""A remote engine as a request names it: engine id, host, port of rank 0."""
-
 
 @dataclass(eq=False)
 class RankFetch:
     """One source rank's part of a load.
 
-    ``landing``: its chunks and slots. ``repeats``: how often its chunks became void while the peer sent them.
+    ``landing``: its chunks and slots. ``repeats``: how often the peer lost it or its chunks before the end.
     ``epoch``: the epoch of the lease under which the peer accepted the fetch, 0 until then.
     """
 
@@ -72,11 +57,10 @@ class RankFetch:
     repeats: int = 0
     epoch: int = 0
 
-    def move(self, event: RankFetchEvent) -> None:
+    def move(self, after: RankFetchState) -> None:
         """Change state, or raise ``IllegalTransition``."""
-        self.state = next_state(
-            RANK_FETCH_TRANSITIONS, self.state, event, f"fetch {self.transfer_id} of rank {self.rank}"
-        )
+        who = f"fetch {self.transfer_id} of rank {self.rank}"
+        self.state = checked_move(RANK_FETCH_MOVES, self.state, after, who)
 
     @property
     def is_unpacking(self) -> bool:
@@ -94,12 +78,11 @@ class LoadRecord:
     """D's record of one load.
 
     ``is_unused`` returns whether the device has finished all earlier use of the blocks. ``admitted``: the
-    load has had its turn. ``fetches``: empty until the peer's ranks are known. ``met_again``: the peer had
-    dropped this node's connection, and was greeted anew. ``given_back``: the peer was informed of the
-    failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as far as known.
-    ``is_ragged``: see ``Results``. ``attachment``: what came with the KV.
-    ``on_device``: all ranks that sent named KV so far had it on their device.
-    ``changed`` is called with the load when it has to be advanced.
+    load has had its turn. ``fetches``: empty until the peer's ranks are known. ``given_back``: the peer was
+    informed of the failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as
+    far as known. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV. ``on_device``: all
+    ranks that sent named KV so far had it on their device. ``changed`` is called with the load when it has
+    to be advanced.
     """
 
     order: Load
@@ -110,7 +93,6 @@ class LoadRecord:
     changed: Callable[[LoadRecord], None]
     timer: Timer
     admitted: bool = False
-    met_again: bool = False
     given_back: bool = False
     fetches: dict[int, RankFetch] = field(default_factory=dict)
     error: Reason | None = None

@@ -6,15 +6,13 @@ Knows no load. Owned by the transfer thread.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.addresses import RankAddress, is_address, join_address, split_address
+from kvconnect.addresses import RankAddress, join_address, split_address
 from kvconnect.cache.shard import Topology, partner_ranks
-from kvconnect.decode.loads import PeerKey
 from kvconnect.engine.lanes import Transport
 from kvconnect.outcome import Cause, Reason
 from kvconnect.pack.packer import Packer
@@ -26,13 +24,11 @@ from kvconnect.peer.session import Event, Session, SessionState
 from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.transfer.breaker import Breaker
-from kvconnect.transfer.parts import DROPPED, Timer, TransferContext
-
-logger = logging.getLogger(__name__)
+from kvconnect.transfer.orders import PeerKey
+from kvconnect.transfer.parts import Timer, TransferContext
 
 _MOST_LET_GO = 1024
 """Released handles kept for a peer out of reach. The leases of older ones expire."""
-_PAST_LINKS = 16
 _KEPT_S = 300.0
 """Seconds after its last use in which a peer's broken connection is made again."""
 
@@ -44,7 +40,7 @@ FetchPath = tuple[RequestCutter, Packer]
 class RankLink:
     """D's connection to one rank of a peer, at ``address``.
 
-    ``path``: made for the first fetch, or the reason why the caches do not fit; ``parked_path``: the same for
+    ``paths``: made for the first fetch, or the reason why the caches do not fit, to pages and, under True, to
     rows of host memory. ``was_met``: the rank has introduced itself. ``share``: the tokens that both ranks
     keep. ``clock_ahead_s``: the rank's clock is ahead of D's by at least this. ``found``: the lane and its
     rate; ``refusal``: why settings refuse the lane. ``is_ragged``: see ``Results``.
@@ -56,8 +52,7 @@ class RankLink:
     address: str
     session: Session
     timer: Timer
-    path: FetchPath | str = ""
-    parked_path: FetchPath | str = ""
+    paths: dict[bool, FetchPath | str] = field(default_factory=dict)
     clock_ahead_s: float = 0.0
     was_met: bool = False
     share: Share = WHOLE
@@ -73,6 +68,13 @@ class RankLink:
     def is_ready(self) -> bool:
         """Messages can be sent over it."""
         return self.session.state is SessionState.READY
+
+    def is_before(self, link: RankLink, incarnation: str) -> bool:
+        """It has ended, and led to where ``link`` leads, but to another process than ``incarnation``."""
+        is_over = self.peer.links.get(self.rank) is not self
+        is_alike = (self.peer.address, self.rank) == (link.peer.address, link.rank)
+        known = self.session.peer
+        return is_over and is_alike and (known is None or known.incarnation != incarnation)
 
 
 @dataclass(eq=False)
@@ -133,18 +135,23 @@ class Peer:
 class Peers:
     """Peers by the key that requests give, and open connections by their own names.
 
-    ``happened`` is called with events of a connection that only the passing of time causes.
+    ``happened`` is called with events of a connection that only the passing of time causes. ``in_use``
+    returns the peers of requests under way.
     """
 
-    def __init__(self, context: TransferContext, happened: Callable[[RankLink, Event, float], None]) -> None:
+    def __init__(
+        self,
+        context: TransferContext,
+        happened: Callable[[RankLink, Event, float], None],
+        in_use: Callable[[], Container[PeerKey]],
+    ) -> None:
         self.peers: dict[PeerKey, Peer] = {}
         self.links: dict[str, RankLink] = {}
         self._config, self._channel, self._local = context.config, context.channel, context.local
-        self._metrics, self._randomness, self._timers = context.metrics, context.randomness, context.timers
-        self._repeats = context.repeats
+        self._send, self._randomness, self._timers = context.send, context.randomness, context.timers
         config = context.config
         self._allowed = AllowList(config.allow_peers)
-        self._happened = happened
+        self._happened, self._in_use = happened, in_use
         # Sources are warm, to answer the first lookup; a list for all nodes may contain this node's own
         # address.
         warm = map(split_address, (*config.warm_peers, *config.sources))
@@ -152,7 +159,6 @@ class Peers:
         self._warming = context.timers.timer(self._warm_all)
         if self._warm:
             self._warming.at(-math.inf)
-        self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -218,24 +224,25 @@ class Peers:
         found = self.links[link].found if link in self.links else None
         return "unknown" if found is None else found.lane
 
-    def adopt(self, key: PeerKey, in_use: Callable[[], Container[PeerKey]]) -> None:
-        """Use, for ``key``, a connection made before its engine id was known, if it leads to that engine."""
-        nameless = ("", *key[1:])
-        peer = self.peers.get(nameless)
-        if peer is None or key in self.peers or 0 not in peer.links or nameless in in_use():
-            return
-        found = peer.links[0].session.peer
-        if found is None or found.engine_id == key[0]:
-            del self.peers[nameless]
-            peer.key = key
-            self.peers[key] = peer
-
     def reach(self, key: PeerKey, now: float) -> Peer:
         """The peer of this key; D connects to it if there is no connection and its breaker permits."""
-        peer = self.peers.get(key) or self._remember(key)
+        peer = self.peers.get(key) or self._adopt(key) or self._remember(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
+        return peer
+
+    def _adopt(self, key: PeerKey) -> Peer | None:
+        """The peer of a connection made before its engine id was known, if it leads to that engine."""
+        nameless = ("", *key[1:])
+        peer = self.peers.get(nameless)
+        if peer is None or 0 not in peer.links or nameless in self._in_use():
+            return None
+        found = peer.links[0].session.peer
+        if found is not None and found.engine_id != key[0]:
+            return None
+        del self.peers[nameless]
+        peer.key, self.peers[key] = key, peer
         return peer
 
     def _remember(self, key: PeerKey) -> Peer:
@@ -310,12 +317,6 @@ class Peers:
 
     def drop(self, link: RankLink, now: float) -> None:
         """Drop a connection that has ended, with the messages queued for it."""
-        if link.session.peer is not None:
-            _, host, port = link.peer.key
-            past = self._past.setdefault((host, port, link.rank), deque(maxlen=_PAST_LINKS))
-            past.append((link.name, link.session.peer.incarnation))
-            while len(self._past) > self._config.max_peers:
-                self._past.popitem(last=False)
         del link.peer.links[link.rank]
         link.peer.releases.pop(link.rank, None)
         self._close(link)
@@ -325,14 +326,6 @@ class Peers:
         del self.links[link.name]
         link.timer.cancel()
         self._channel.drop(link.name)
-
-    def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
-        """D's last connections to a rank at this address, except those to the process ``incarnation``."""
-        # Another process at an address proves that the one before it ended; a name may have many addresses.
-        _, host, port = link.peer.key
-        if incarnation and not is_address(host):
-            return set()
-        return {name for name, past in self._past.get((host, port, link.rank), ()) if past != incarnation}
 
     def greet_anew(self) -> None:
         """Send D's introduction, which has changed, to all greeted peers."""
@@ -385,11 +378,11 @@ class Peers:
                     link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
                 self.flush(link)
 
-    def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
+    def forget_idle(self) -> None:
         """Drop idle peers beyond ``max_peers``, least recently used first; never those in use or warm."""
         if len(self.peers) <= self._config.max_peers:
             return
-        used = in_use()
+        used = self._in_use()
         others = (peer for key, peer in self.peers.items() if not (peer.is_warm or key in used))
         idle = sorted(others, key=lambda peer: peer.used_at)
         for peer in idle[: len(self.peers) - self._config.max_peers]:
@@ -400,11 +393,8 @@ class Peers:
 
     def flush(self, link: RankLink) -> None:
         """Send the frames that a session has queued."""
-        for frame in link.session.outgoing():
-            if link.name in self.links and not self._channel.send(link.name, frame):
-                self._metrics.failures.labels("side_channel_send").inc()
-                if self._repeats.is_first(str(link), Cause.LOST):
-                    logger.warning(DROPPED, link)
+        if link.name in self.links:
+            self._send(link.name, link.session.outgoing(), link)
 
 
 def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:

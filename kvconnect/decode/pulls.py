@@ -181,7 +181,7 @@ class PullRequests:
         prefix = Prefix(pull.prefix.naming, first // tokens * tokens, pull.prefix.names)
         groups = blocks_of(self._groups, block_ids, first, end)
         self._draft.loads.append(
-            Load(request_id, handle, "", *pull.asked, end, groups, refusal, prefix=prefix)
+            Load(request_id, handle, ("", *pull.asked), end, groups, refusal, prefix=prefix)
         )
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         gain = num_external_tokens - pull.local
@@ -283,7 +283,7 @@ class PullRequests:
                     pull.deadline = now + self._find_s
                     pull.asks_until = min(pull.asks_until, now + 2 * self._find_s)
                     self._under_way.setdefault(name, request.request_id)
-                    self._draft.finds.append(Find(request.request_id, "", *source, prefix, most))
+                    self._draft.finds.append(Find(request.request_id, ("", *source), prefix, most))
                     return True
             pull.left.pop(0)
         return False

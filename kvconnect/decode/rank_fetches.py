@@ -13,7 +13,7 @@ from collections.abc import Container
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.decode.landing import LandingBay
-from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchEvent, RankFetchState
+from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, RankFetch, RankFetchState
 from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.outcome import Cause, Reason
@@ -32,12 +32,13 @@ from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows
 from kvconnect.transfer.local import without_slots
-from kvconnect.transfer.parts import TransferContext, count_misuse
+from kvconnect.transfer.parts import TransferContext
 
 logger = logging.getLogger(__name__)
 
 MOST_REPEATS = 4
-"""How often D repeats a fetch whose chunks became void while the peer sent them, as after a preemption."""
+"""How often D repeats a fetch whose chunks became void while the peer sent them, as after a preemption, or
+that the peer has forgotten with this node's connection."""
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: the peer's messages about them are no fault."""
 
@@ -51,7 +52,7 @@ class RankFetches:
     def __init__(self, context: TransferContext, peers: Peers) -> None:
         self.bay = LandingBay(context, peers.send)
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
-        self._peers, self._repeats = peers, context.repeats
+        self._peers, self._misused = peers, context.misused
         self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
@@ -80,7 +81,7 @@ class RankFetches:
             logger.debug("request %s could not be planned", order.request_id, exc_info=True)
             load.fail(Cause.INTERNAL(f"its chunks could not be planned: {type(error).__name__}: {error}"))
             return
-        fetch.move(RankFetchEvent.ASK)
+        fetch.move(RankFetchState.ASKED)
         fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
         self._asked[transfer_id] = fetch
         message = Fetch(
@@ -108,7 +109,7 @@ class RankFetches:
         """The chunks of a fetch, and slots for the first. Raises ``LayoutError``: the caches do not fit."""
         order, fetch.landing = fetch.load.order, None
         parked = self._local.parked if order.parks else None
-        packed = self.path_over(link) if parked is None else self._parked_path(link, parked)
+        packed = self.path_over(link, parked)
         if isinstance(packed, str):
             raise LayoutError(packed)
         cutter, packer = packed
@@ -122,20 +123,17 @@ class RankFetches:
         fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
         return chunks, grants
 
-    def path_over(self, link: RankLink) -> FetchPath | str:
-        """A connection's cutter and packer, or why the two caches do not fit. Made once."""
-        link.path = link.path or self._make_path(link)
-        return link.path
-
-    def _parked_path(self, link: RankLink, parked: ParkedRows) -> FetchPath | str:
-        """The same with a packer that fills rows of host memory."""
-        if link.is_ragged:
+    def path_over(self, link: RankLink, parked: ParkedRows | None = None) -> FetchPath | str:
+        """A connection's cutter, and packer to pages or ``parked`` rows, or why the caches do not fit."""
+        is_parked = parked is not None
+        if is_parked and link.is_ragged:
             # The windows of a load end where the peer's blocks end, which a restore does not report.
             return "its blocks are of another length, and the model has windows"
-        link.parked_path = link.parked_path or self._make_path(link, parked.table)
-        return link.parked_path
+        if is_parked not in link.paths:
+            link.paths[is_parked] = self._make_path(link, None if parked is None else parked.table)
+        return link.paths[is_parked]
 
-    def _make_path(self, link: RankLink, table: RegionTable | None = None) -> FetchPath | str:
+    def _make_path(self, link: RankLink, table: RegionTable | None) -> FetchPath | str:
         """Make the path of a connection whose peer has introduced itself, to ``table`` or to the pages."""
         ours, peer = link.session.ours, link.session.peer
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
@@ -158,9 +156,9 @@ class RankFetches:
             if isinstance(message, Written):
                 self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
-                who = str(self._peers.links.get(link, link))
+                who = self._peers.links.get(link, link)
                 what = f"it has not been asked for transfer {message.transfer_id}"
-                count_misuse(self._metrics, self._repeats, who, what)
+                self._misused(who, what)
             return
         match message:
             case Written():
@@ -205,15 +203,24 @@ class RankFetches:
     def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
         """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
         load = fetch.load
-        if written.again and written.quiescent and not load.error and fetch.repeats < MOST_REPEATS:
-            # Chunks that landed are discarded; the fetch is repeated once none of them is being unpacked.
-            fetch.repeats += 1
-            self.bay.close(fetch.landing, until, written.unsettled)
+        if written.again and written.quiescent and self._repeat(fetch):
             load.epochs.pop(fetch.rank, None)
-            self._leave(fetch, RankFetchEvent.REPEAT)
             return
         load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
         self._end(fetch, until, written.unsettled)
+
+    def _repeat(self, fetch: RankFetch) -> bool:
+        """Have a fetch repeated that the peer serves no more, if it may be. Whether it is.
+
+        Chunks that landed are discarded; it is repeated once none of them is being unpacked.
+        """
+        if fetch.load.error or fetch.repeats == MOST_REPEATS:
+            return False
+        fetch.repeats += 1
+        self.bay.close(fetch.landing, None)
+        self._leave(fetch, RankFetchState.MEETING)
+        fetch.load.touch()
+        return True
 
     def _all_written(self, fetch: RankFetch, written: Written) -> None:
         """The peer has written all chunks: they are valid if their epoch is that of the accepted fetch."""
@@ -231,7 +238,7 @@ class RankFetches:
             load.seconds = max(load.seconds, written.seconds)
         load.attachment = load.attachment or written.attachment
         load.on_device &= written.on_device
-        self._leave(fetch, RankFetchEvent.ARRIVE)
+        self._leave(fetch, RankFetchState.UNPACKING)
         if fetch.landing is not None:
             # The fetch needs no more slots.
             fetch.landing.due = 0
@@ -256,15 +263,15 @@ class RankFetches:
         if missing or load.error:
             text = f"the prefill node reports all chunks as written, and {missing} of them did not land"
             load.fail(Cause.LANDING(text))
-            self._leave(fetch, RankFetchEvent.FAIL)
+            self._leave(fetch, RankFetchState.FAILED)
         else:
-            self._leave(fetch, RankFetchEvent.LAND)
+            self._leave(fetch, RankFetchState.LANDED)
 
     def _wind_up(self, fetch: RankFetch, now: float) -> None:
         """End a fetch of a failed load, according to the fetch's state."""
         match fetch.state:
             case RankFetchState.MEETING if not fetch.is_unpacking:
-                self._leave(fetch, RankFetchEvent.FAIL)
+                self._leave(fetch, RankFetchState.FAILED)
             case RankFetchState.ASKED:
                 # The peer answers a cancel as soon as it has stopped; until then it may write.
                 self._end(fetch, self._longest_write(fetch.load, now))
@@ -285,15 +292,15 @@ class RankFetches:
         ``unsettled``: the generations of these slots, by the peer's report; None: all.
         """
         self.bay.close(fetch.landing, writes_until, unsettled)
-        self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
+        self._leave(fetch, RankFetchState.UNPACKING if fetch.is_unpacking else RankFetchState.FAILED)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
         """When a silent peer's writes have ended: it may begin writes until the load's deadline."""
         return max(now, load.deadline) + self._config.quarantine_s
 
-    def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
+    def _leave(self, fetch: RankFetch, after: RankFetchState) -> None:
         """Change a fetch's state; forget its transfer number if it has ended or is to be repeated."""
-        fetch.move(event)
+        fetch.move(after)
         if fetch.over or fetch.state is RankFetchState.MEETING:
             self._asked.pop(fetch.transfer_id, None)
 
@@ -306,11 +313,8 @@ class RankFetches:
             load = fetch.load
             if fetch.link != link or fetch.state is not RankFetchState.ASKED:
                 continue
-            if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
-                load.met_again = is_any_again = True
-                self.bay.close(fetch.landing, None)
-                self._leave(fetch, RankFetchEvent.FORGET)
-                load.touch()
+            if LOSS_RULES[loss].asks_again and self._repeat(fetch):
+                is_any_again = True
                 continue
             load.fail(reason)
             self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord, PeerKey
+from kvconnect.decode.loads import OTHER_EPOCH, LoadRecord
 from kvconnect.decode.peers import Peers, RankLink
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
-from kvconnect.transfer.orders import Await
+from kvconnect.transfer.orders import Await, PeerKey
 from kvconnect.transfer.params import NO_REQUEST
 from kvconnect.transfer.parts import Timer, TransferContext
 
@@ -85,11 +85,11 @@ class Renewals:
         self._settled = context.reports.settled
         self._accounts: dict[PeerKey, _Account] = {}
 
-    def keep(self, order: Await, key: PeerKey, now: float) -> None:
+    def keep(self, order: Await, now: float) -> None:
         """Keep the lease of a handle that a waiting request may load under."""
         awaited = self.awaited.get(order.handle)
         if awaited is None:
-            awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
+            awaited = self.awaited[order.handle] = Awaited(order.handle, order.peer, now)
             self._add(awaited, now)
         if order.reports and not awaited.reports:
             awaited.reports = True

@@ -86,7 +86,8 @@ def build_scheduler_half(
         LocalError: the directory is empty, and the configuration names an engine.
     """
     traits, trust = traits or StackTraits(), trust or Trust(Handles(clock=time.time))
-    draft, offload = OrdersDraft(sorted(directory, key=lambda address: address.rank), traits.clock), None
+    ranks = sorted(directory, key=lambda address: address.rank)
+    draft, offload = OrdersDraft(ranks, traits.clock, traits.zeroes_loads), None
     if kept is not None and config.extra.offload is not None:
         from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 
@@ -101,9 +102,7 @@ def build_scheduler_half(
         wall_clock=trust.handles.clock,
         warn=draft.warn,
     )
-    make_half = functools.partial(
-        SchedulerHalf, draft, offload=offload, receipts=receipts, zeroes_loads=traits.zeroes_loads
-    )
+    make_half = functools.partial(SchedulerHalf, draft, offload=offload, receipts=receipts)
     if config.extra.engine == "none":
         return make_half()
     if rank0 is None:

@@ -195,7 +195,7 @@ class Receipts:
                 issued_at=int(self._wall_clock()),
                 version=VERSION,
                 address=self._address,
-                identity=record.identity or self._traits.identity(),
+                identity=record.identity or self._traits.identity().digest,
                 loads=tuple(record.parts),
                 preemptions=record.preemptions,
                 waited_us=max(0, round((record.admitted_at - record.arrived_at) * 1e6)),

@@ -44,8 +44,8 @@ _ROLES: Mapping[str, tuple[str, str]] = {
 class SchedulerHalf:
     """The parts that a configuration needs; without any, every hook answers that there is nothing to do.
 
-    ``draft`` collects the orders of prefill, decode and pulls, and what is counted of receipts.
-    ``zeroes_loads``: see ``StackTraits``. See ``building.build_scheduler_half``.
+    ``draft`` collects the orders of prefill, decode and pulls, and what is counted of receipts. See
+    ``building.build_scheduler_half``.
     """
 
     def __init__(
@@ -58,12 +58,10 @@ class SchedulerHalf:
         *,
         shared: SharedPrefixes | None = None,
         receipts: Receipts | None = None,
-        zeroes_loads: bool = False,
     ) -> None:
         self.draft, self.prefill, self.decode = draft or OrdersDraft([]), prefill, decode
         self.pulls, self.offload, self._shared = pulls, offload, shared
         self.has_transfers = prefill is not None or decode is not None
-        self._zeroes_loads = zeroes_loads
         self.notices: Mapping[str, Notice] = {} if offload is None else offload.notices
         """The requests that only announce their prompt: see ``settle_notice``."""
         # Most requests want none: it is called only while one that does exists.
@@ -251,8 +249,8 @@ class SchedulerHalf:
             self._note_parking(self.receipts)
         offload = NO_OFFLOAD if self.offload is None else self.offload.build_orders()
         orders = self.draft.take()
-        if offload or self._zeroes_loads:
-            orders = msgspec.structs.replace(orders, offload=offload, zeroes_loads=self._zeroes_loads)
+        if offload:
+            orders = msgspec.structs.replace(orders, offload=offload)
         return orders
 
     def request_finished(
@@ -315,12 +313,13 @@ class SchedulerHalf:
 
 def _part_of(order: Load, num_tokens: int, tier: str) -> LoadPart:
     """What a receipt has of a load from a peer that is ordered."""
+    engine_id, host, port = order.peer
     return LoadPart(
         origin=PEER,
         tokens=num_tokens,
         ended="",
-        engine_id=order.engine_id,
-        address=join_address(order.host, order.port) if order.host else "",
+        engine_id=engine_id,
+        address=join_address(host, port) if host else "",
         by="lease" if order.prefix is None else "name",
         tier=tier,
     )

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from kvconnect.addresses import RankAddress, join_address
-from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.identity import Identity
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
@@ -163,19 +163,9 @@ class TransferWorker:
         return self._engine.capabilities.name
 
     @property
-    def table(self) -> RegionTable:
-        """The registered regions."""
-        return self._transfers.local.table
-
-    @property
-    def identity_marks(self) -> bytes:
-        """``Identity.marks`` of this worker's KV."""
-        return self._meaning.identity.marks
-
-    @property
-    def identity(self) -> str:
-        """``Identity.digest`` of this worker's KV."""
-        return self._meaning.identity.digest
+    def identity(self) -> Identity:
+        """What this worker's KV depends on."""
+        return self._meaning.identity
 
     def address(self) -> RankAddress:
         """Where this worker listens for peers."""
@@ -338,26 +328,14 @@ class WorkerHalf:
     def _parts(self) -> Sequence[TransferWorker | OffloadWorker]:
         return [part for part in (self.transfer, self.offload) if part is not None]
 
-    @property
-    def table(self) -> RegionTable:
-        """The regions registered for transfers. Raises ``LocalError``: none were."""
-        if self.transfer is None:
-            raise LocalError("this connector hands nothing over")
-        return self.transfer.table
-
     def address(self) -> RankAddress | None:
         return None if self.transfer is None else self.transfer.address()
 
     @property
-    def identity_marks(self) -> bytes:
-        """``Identity.marks`` of the KV that is sent; empty without transfers."""
-        return b"" if self.transfer is None else self.transfer.identity_marks
-
-    @property
-    def identity(self) -> str:
-        """``Identity.digest`` of the KV that is sent, or else kept; empty without either."""
+    def identity(self) -> Identity:
+        """What the KV depends on that is sent, or else kept; empty without either."""
         part = self.transfer or self.offload
-        return "" if part is None else part.identity
+        return Identity() if part is None else part.identity
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         for part in self._parts:

@@ -12,15 +12,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from kvconnect.addresses import RankAddress
 from kvconnect.config import TransferConfig
 from kvconnect.decode.decode_side import DecodeSide
-from kvconnect.engine.base import Completion
 from kvconnect.metrics import Metrics, count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.channel import Arrival, Channel, Frame
@@ -36,6 +35,7 @@ _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS(
 )
 
 Command = Callable[[float], None]
+R = TypeVar("R")
 
 _MOST_RECEIPTS = 1024
 _LONGEST_SLEEP_S = 5.0
@@ -175,42 +175,20 @@ class WorkerTransfers:
         progress = False
         while self._commands:
             progress = True
-            try:
-                self._commands.popleft()(now)
-            except Exception as error:
-                count_error(self._metrics, error, "an order")
-        arrivals: Sequence[Arrival] | None = None
-        completions: Sequence[Completion] | None = None
-        try:
-            arrivals = self._channel.receive()
-        except Exception as error:
-            count_error(self._metrics, error, "the channel")
+            self._attempt("an order", self._commands.popleft(), now)
+        arrivals = self._attempt("the channel", self._channel.receive)
         for arrival in arrivals or ():
-            progress = True
-            try:
-                self._take(arrival, now)
-            except Exception as error:
-                count_error(self._metrics, error, "a message")
-        try:
-            completions = self.local.engine.poll()
-        except Exception as error:
-            count_error(self._metrics, error, "the engine")
+            self._attempt("a message", self._take, arrival, now)
+        completions = self._attempt("the engine", self.local.engine.poll)
         for completion in completions or ():
-            progress = True
-            try:
-                if self.prefill is not None:
-                    self.prefill.completed(completion, now)
-            except Exception as error:
-                count_error(self._metrics, error, "a completion")
+            if self.prefill is not None:
+                self._attempt("a completion", self.prefill.completed, completion, now)
+        progress |= bool(arrivals or completions)
         has_event = self.timers.run(now) or progress
         for part in self._parts:
             # Most turns of a thread that polls bring nothing.
-            if not (has_event or part.has_work):
-                continue
-            try:
-                progress |= part.advance(now)
-            except Exception as error:
-                count_error(self._metrics, error, part.name)
+            if has_event or part.has_work:
+                progress |= bool(self._attempt(part.name, part.advance, now))
         # A command queued meanwhile: the channel's wake signal for it was already consumed with the arrivals.
         next_at = self.timers.next_at()
         is_called = bool(self._commands) or self._stopping.is_set() or next_at <= now
@@ -218,6 +196,14 @@ class WorkerTransfers:
             return _AFTER_ERROR_S
         pace = max([part.pace for part in self._parts])
         return 0.0 if is_called or pace is Pace.DUE else self._sleep_s(progress, pace, next_at - now)
+
+    def _attempt(self, what: str, call: Callable[..., R], *given: object) -> R | None:
+        """The result of a call; None, and the error is counted, if it raises: no other call is left out."""
+        try:
+            return call(*given)
+        except Exception as error:
+            count_error(self._metrics, error, what)
+            return None
 
     def _run(self, release: Callable[[], None]) -> None:
         """Step and sleep until stopped. An internal error does not end the thread."""
@@ -228,12 +214,9 @@ class WorkerTransfers:
                 torch.cuda.set_stream(stream)
             turns = Turns(self._metrics.timeline)
             while not self._stopping.is_set():
-                sleep_s = _AFTER_ERROR_S
                 # An error here is a bug: bad input never raises. Its requests end by their deadlines.
-                try:
-                    sleep_s = self.step(turns.begin())
-                except Exception as error:
-                    count_error(self._metrics, error, "a turn")
+                found = self._attempt("a turn", self.step, turns.begin())
+                sleep_s = _AFTER_ERROR_S if found is None else found
                 turns.end(sleep_s)
                 if sleep_s >= _LONG_NAP_S:
                     self._channel.wait(sleep_s)

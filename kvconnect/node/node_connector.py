@@ -146,8 +146,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
 def _traits(options: NodeOptions, named: Naming, stated: Identity) -> StackTraits:
     return StackTraits(
         prompt_digest=_prompt_digest,
-        identity_marks=stated.marks,
-        identity=lambda: stated.digest,
+        identity=lambda: stated,
         clock=time.monotonic,
         longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
         naming=named,

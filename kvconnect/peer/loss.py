@@ -31,8 +31,8 @@ class LossRule:
     Attributes:
         is_out_of_reach: the breaker opens, and awaited leases are void. Both also follow if D never
             completed a greeting with the peer.
-        asks_again: D repeats a fetch that the peer had not answered, once, and then fails it; the peer writes
-            nothing for it in between. False: the fetch fails, and its slots may still be written.
+        asks_again: D repeats a fetch that the peer had not answered, some times, and then fails it; the peer
+            writes nothing for it in between. False: the fetch fails, and its slots may still be written.
         writes_end_s: seconds after the loss by which the peer's writes have surely ended; None: unknown.
     """
 

@@ -60,7 +60,7 @@ class FetchService:
         # Fetches and sendings that wait for tokens which the device was given and may not have computed yet.
         self._waiting: dict[TransferKey, None] = {}
         self.not_quiescent: dict[TransferKey, float] = {}
-        self._transports = Transports(context.config, context.metrics)
+        self._transports = Transports(context.metrics, context.repeats)
         self._repeats, self._reports = context.repeats, context.reports
 
     def advance(self, now: float) -> None:

@@ -25,7 +25,7 @@ from kvconnect.plan.chunks import Chunk
 from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.prefill.leases import Lease
 from kvconnect.timeline import Moment
-from kvconnect.transfer.slots import Slot, SlotEvent, SlotPool
+from kvconnect.transfer.slots import Slot, SlotPool, SlotState
 
 _MOST_IN_TURN = 4
 """Chunks that this thread packs itself before it serves anything else: some milliseconds."""
@@ -175,7 +175,7 @@ class SlotOutbox:
         yield from self._take_packed(stopping)
         if stopping:
             for parcel in self._filled:
-                self._move(parcel, SlotEvent.RETURN)
+                self._move(parcel, SlotState.FREE)
             self._filled.clear()
             return
         most = self._taken + _MOST_IN_TURN
@@ -207,9 +207,9 @@ class SlotOutbox:
     def _has_room(self) -> bool:
         return self._mapped is not None or self._pool.room_for(self._holder) > 0
 
-    def _move(self, parcel: Parcel, event: SlotEvent) -> None:
+    def _move(self, parcel: Parcel, after: SlotState) -> None:
         if parcel.slot is not None:
-            self._pool.move(parcel.slot, event)
+            self._pool.move(parcel.slot, after)
 
     def _take(self) -> tuple[int, StagedChunk]:
         """The next chunk, staged, with its index in the fetch. Raises as the constructor does."""
@@ -241,7 +241,7 @@ class SlotOutbox:
             seconds = time.perf_counter() - began
             self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
             return
-        slot = self._pool.take(SlotEvent.PACK, self._holder)
+        slot = self._pool.take(SlotState.OURS, self._holder)
         coder = None
         if self._coding is not None and not self._coding.has_given_up:
             coder = self._coding.coder if coded_bytes(length_bytes) < length_bytes else None
@@ -253,7 +253,7 @@ class SlotOutbox:
         try:
             ticket = self._packer.pack(slot.address, staged, grant.generation, coder)
         except Exception:
-            self._pool.move(slot, SlotEvent.RETURN)
+            self._pool.move(slot, SlotState.FREE)
             raise
         parcel = Parcel(chunk, slot, grant, ticket, staged.total_bytes)
         if coder is not None:
@@ -267,7 +267,7 @@ class SlotOutbox:
     def submitted(self, batch_id: int) -> None:
         """The batch from ``peek`` was submitted to the engine, as ``batch_id``."""
         parcel = self._filled.popleft()
-        self._move(parcel, SlotEvent.SUBMIT)
+        self._move(parcel, SlotState.THEIRS)
         self._in_flight[batch_id] = parcel
         self._note(Moment.SUBMITTED, parcel.chunk)
 
@@ -275,5 +275,5 @@ class SlotOutbox:
         """The engine has completed a batch. Returns its parcel; a slot not quiescent goes into quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
         self._note(Moment.WRITTEN, parcel.chunk)
-        self._move(parcel, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)
+        self._move(parcel, SlotState.FREE if completion.quiescent else SlotState.QUARANTINED)
         return parcel

@@ -429,6 +429,6 @@ class PrefillRequests:
                 port=self._directory[0].port,
                 expires_at=self._handles.clock() + self._extra.lease_s,
                 prompt=prompt,
-                identity=self._stack.identity_marks,
+                identity=self._stack.identity().marks,
             )
         )

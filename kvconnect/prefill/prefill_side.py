@@ -35,7 +35,7 @@ from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.timeline import Moment
 from kvconnect.transfer.inbound_peers import InboundPeer, InboundPeers, Service
 from kvconnect.transfer.orders import Hold, Orders, Progress, Results, Withdraw
-from kvconnect.transfer.parts import Finished, Pace, TransferContext, carry_out_each, count_misuse
+from kvconnect.transfer.parts import Finished, Pace, TransferContext, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PrefillSide(Service):
         self.fetches = FetchService(context, self.book, inbound_peers)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self._config, self._local = context.config, context.local
-        self._reports, self._metrics = context.reports, context.metrics
+        self._reports, self._metrics, self._misused = context.reports, context.metrics, context.misused
         self._draining: Reason | None = None
         self._drain_until = math.inf
         self._giving_up = context.timers.timer(self._give_up)
@@ -316,7 +316,7 @@ class PrefillSide(Service):
         if not handle.startswith(PIN_PREFIX):
             # The handle may be one that this node issued: ending it would void that request.
             text = f"a handle to pin does not begin with {PIN_PREFIX!r}"
-            count_misuse(self._metrics, self._repeats, str(inbound), text)
+            self._misused(inbound, text)
             return
         refusal = self._draining or inbound.disagrees
         if refusal or kept is None:

@@ -20,7 +20,7 @@ from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
 from kvconnect.transfer.parts import Timer, TransferContext
-from kvconnect.transfer.slots import Slot, SlotEvent
+from kvconnect.transfer.slots import Slot, SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Sender:
 
     def _settle(self, now: float) -> None:
         while self._lost and self._lost[0][0] <= now:
-            self._pool.move(self._lost.popleft()[1], SlotEvent.RETURN)
+            self._pool.move(self._lost.popleft()[1], SlotState.FREE)
         if self._lost:
             self._settling.at(self._lost[0][0])
         self._metrics.slots_send.set(self._pool.taken)

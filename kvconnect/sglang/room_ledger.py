@@ -189,7 +189,7 @@ class RoomLedger:
             self._end(room, Cause.BLOCKS(str(error)))
             return
         room.state, room.aux_index, room.is_loading = TRANSFERRING, aux_index, True
-        order = Load(room.handle, room.handle, "", *room.peer, num_tokens, groups, first_token=first_token)
+        order = Load(room.handle, room.handle, ("", *room.peer), num_tokens, groups, first_token=first_token)
         self._draft.loads.append(order)
         self._order()
 

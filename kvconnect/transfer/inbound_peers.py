@@ -6,7 +6,6 @@ Owned by the transfer thread.
 from __future__ import annotations
 
 import functools
-import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -34,10 +33,8 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.peer.session import Ended, Event, Misused, Session, SessionState
 from kvconnect.transfer.duplicate_filter import DuplicateFilter
-from kvconnect.transfer.parts import DROPPED, TransferContext, count_misuse
+from kvconnect.transfer.parts import TransferContext
 from kvconnect.transfer.topics import Topics
-
-logger = logging.getLogger(__name__)
 
 NO_PREFILL = Cause.WRONG_ROLE("the node that was asked hands out no KV: its kv_role is kv_consumer")
 
@@ -137,9 +134,8 @@ class InboundPeers:
         self.directory: tuple[RankAddress, ...] = ()
         self.topics = Topics(context.config.max_message_bytes, context.timers)
         self.service = Service(context.repeats)
-        self._repeats = context.repeats
+        self._context, self._repeats = context, context.repeats
         self._config, self._local = context.config, context.local
-        self._channel, self._metrics = context.channel, context.metrics
         self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
 
     def __len__(self) -> int:
@@ -161,7 +157,7 @@ class InboundPeers:
         inbound = self._find(link, host)
         for event in inbound.session.receive(data, now):
             self._handle(link, inbound, event, now)
-        self._flush(link, inbound)
+        self._context.send(link, inbound.session.outgoing(), inbound)
         if inbound.session.state is SessionState.ENDED:
             self._forget(link)
 
@@ -170,7 +166,7 @@ class InboundPeers:
         inbound = self._peers.get(link)
         if inbound is not None and inbound.session.state is SessionState.READY:
             inbound.session.send(message)
-            self._flush(link, inbound)
+            self._context.send(link, inbound.session.outgoing(), inbound)
 
     def introduce_anew(self) -> None:
         """This node's introduction has changed: compare each peer's weights with the new one."""
@@ -199,9 +195,9 @@ class InboundPeers:
             case Question():
                 self.topics.ask(event, functools.partial(self._reply, link, inbound), now)
             case Misused(reason=reason):
-                count_misuse(self._metrics, self._repeats, str(inbound), reason.text)
+                self._context.misused(inbound, reason.text)
             case Ended(reason=reason, refused=refused):
-                self._metrics.failures.labels("peer_refused").inc()
+                self._context.metrics.failures.labels("peer_refused").inc()
                 who = decode_node(refused, inbound.host)
                 self._repeats.warn_first("peer_refused", who, f"{who} was refused:", reason)
             case _:
@@ -223,14 +219,7 @@ class InboundPeers:
     def _reply(self, link: str, inbound: InboundPeer, answer: Answer) -> None:
         """Send an answer, also to a peer that has not introduced itself and is not kept."""
         inbound.session.answer(answer)
-        self._flush(link, inbound)
-
-    def _flush(self, link: str, inbound: InboundPeer) -> None:
-        for frame in inbound.session.outgoing():
-            if not self._channel.send(link, frame):
-                self._metrics.failures.labels("side_channel_send").inc()
-                if self._repeats.is_first(str(inbound), Cause.LOST):
-                    logger.warning(DROPPED, inbound)
+        self._context.send(link, inbound.session.outgoing(), inbound)
 
     def _forget(self, link: str) -> None:
         """Drop a connection that has ended, if it was kept."""

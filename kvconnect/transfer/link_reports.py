@@ -6,12 +6,12 @@ Owned by the transfer thread. P determines lane and rate, since P writes, and re
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import LEAST_SHARE, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.outcome import Cause, Reason
+from kvconnect.transfer.duplicate_filter import DuplicateFilter
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +34,10 @@ def refusal(config: ExtraConfig, found: Transport | None, side: str) -> Reason |
 
 
 class Transports:
-    """Logs the lane and rate of each peer once, and warns once where the link is slow.
+    """Logs the lane and rate of each peer once, and warns once where the link is slow."""
 
-    The last ``max_peers`` peers with a warning are remembered.
-    """
-
-    def __init__(self, config: ExtraConfig, metrics: Metrics) -> None:
-        self._most = config.max_peers
-        self._metrics = metrics
-        self._warned: OrderedDict[str, None] = OrderedDict()
+    def __init__(self, metrics: Metrics, repeats: DuplicateFilter) -> None:
+        self._metrics, self._repeats = metrics, repeats
 
     def met(self, peer: str, found: Transport) -> None:
         """Log the result of a calibration, made here or reported by the peer."""
@@ -70,11 +65,9 @@ class Transports:
         self._warn(peer, f"{found}; its calibration reached {calibrated / 1e9:.3g} with as much in flight")
 
     def _warn(self, peer: str, found: str) -> None:
-        if peer in self._warned:
+        # Apart from the failures of this peer, which its next success forgets.
+        if not self._repeats.is_first(("slow link", peer), Cause.LANE_REFUSED):
             return
-        self._warned[peer] = None
-        if len(self._warned) > self._most:
-            self._warned.popitem(last=False)
         self._metrics.failures.labels("slow_link").inc()
         logger.warning(
             "the link with %s is slow: %s. Look at `kvconnect doctor --peer HOST:PORT --measure`, other "

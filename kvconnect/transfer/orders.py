@@ -24,6 +24,10 @@ from kvconnect.timeline import Record
 logger = logging.getLogger(__name__)
 
 
+PeerKey = tuple[str, str, int]
+"""A remote engine as a request names it: its id, empty for any at the address, host and port of rank 0."""
+
+
 class _Parts(msgspec.Struct, frozen=True):
     """A message of lists; false if all are empty."""
 
@@ -71,9 +75,7 @@ class Find(msgspec.Struct, frozen=True):
     """Look up at a peer how many tokens of a prefix, at most ``max_tokens``, it keeps."""
 
     request_id: str
-    engine_id: str
-    host: str
-    port: int
+    peer: PeerKey
     prefix: Prefix
     max_tokens: int
 
@@ -108,18 +110,16 @@ class Park(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
-    ``num_tokens``: exactly what the peer must hold. ``engine_id``: empty for any engine at the address.
-    ``refusal``: fetch no block, and report the request failed with this reason. ``prefix``: the peer first
-    pins the rows of these names under ``handle``, which D made. D has the tokens before ``first_token``.
-    ``parks``: fill these rows in place of blocks, and report only their jobs; a block id is then the number
-    of its row, plus one. ``wants_outcome``: also report the outcome.
+    ``num_tokens``: exactly what the peer must hold. ``refusal``: fetch no block, and report the request
+    failed with this reason. ``prefix``: the peer first pins the rows of these names under ``handle``, which D
+    made. D has the tokens before ``first_token``. ``parks``: fill these rows in place of blocks, and report
+    only their jobs; a block id is then the number of its row, plus one. ``wants_outcome``: also report the
+    outcome.
     """
 
     request_id: str
     handle: str
-    engine_id: str
-    host: str
-    port: int
+    peer: PeerKey
     num_tokens: int
     groups: tuple[GroupBlocks, ...]
     refusal: Reason | None = None
@@ -137,20 +137,15 @@ class Await(msgspec.Struct, frozen=True):
     """
 
     handle: str
-    engine_id: str
-    host: str
-    port: int
+    peer: PeerKey
     reports: bool = False
 
 
 class LetGo(msgspec.Struct, frozen=True):
     """Release a handle on a peer: D will not fetch under it. Has no result."""
 
-    request_id: str
     handle: str
-    engine_id: str
-    host: str
-    port: int
+    peer: PeerKey
 
 
 class NamedBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -364,6 +359,7 @@ class OrdersDraft:
 
     directory: list[RankAddress]
     clock: InitVar[Callable[[], float] | None] = None
+    zeroes_loads: InitVar[bool] = False
     notes: list[Record] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -382,9 +378,9 @@ class OrdersDraft:
     receipts: list[dict[str, Any]] = field(default_factory=list)
     refused: list[Outcome] = field(default_factory=list)
 
-    def __post_init__(self, clock: Callable[[], float] | None) -> None:
+    def __post_init__(self, clock: Callable[[], float] | None, zeroes_loads: bool) -> None:
         self._parts = dict(vars(self))
-        self._clock = clock
+        self._clock, self._zeroes_loads = clock, zeroes_loads
         self.step = 0
         self._logged: set[str] = set()
 
@@ -407,7 +403,7 @@ class OrdersDraft:
             self._logged.add(reason)
             logger.warning(text + " (further ones are only counted, as %s)", *values, reason)
 
-    def computed(self, request_id: str, peer: tuple[str, str, int], reason: Reason) -> None:
+    def computed(self, request_id: str, peer: PeerKey, reason: Reason) -> None:
         """Count and report a request that is computed here, as nothing of ``peer`` is loaded for it."""
         engine_id, host, port = peer
         outcome = Outcome(request_id, engine_id, (host, port), "lease", 0, 0, 0.0, reason=reason)
@@ -417,14 +413,12 @@ class OrdersDraft:
     def take(self) -> Orders:
         """The orders since the last call."""
         self.step += 1
-        if not any(self._parts.values()):
-            return Orders(step=self.step)
         taken: dict[str, Any] = {name: tuple(part) for name, part in self._parts.items() if part}
         if self.awaited:
             taken["awaited"] = tuple(self.awaited.values())
         for part in self._parts.values():
             part.clear()
-        return Orders(step=self.step, **taken)
+        return Orders(step=self.step, zeroes_loads=self._zeroes_loads, **taken)
 
 
 def blocks_of(

@@ -18,6 +18,7 @@ from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import PROMPT_BYTES, Claims, Handles, Host, NumTokens, Port
 from kvconnect.peer.messages import LONGEST_HANDLE
+from kvconnect.transfer.orders import PeerKey
 from kvconnect.transfer.stack import RequestView
 
 HANDLE_KEY = "kvconnect_handle"
@@ -75,17 +76,15 @@ _PROMPT = re.compile(f"[0-9a-f]{{{2 * PROMPT_BYTES}}}")
 class RemotePrefill(msgspec.Struct, frozen=True):
     """Where P holds the KV of a request, or will hold it.
 
-    ``engine_id`` empty: any engine at the address. ``num_tokens`` 0: unknown. ``vouched``: a signed handle
-    states the address. ``is_announced``: P may still be computing. ``is_of_other_prompt``: the handle was
-    made for another prompt, and of the other fields only ``identity`` is valid: the marks of what P's KV
-    depends on. ``refusal``: why the parameters are unusable; the other fields are void then. ``duplicate``: a
-    handle, if any, under which P may hold the same prompt again, for a fetch that will not come.
+    ``num_tokens`` 0: unknown. ``vouched``: a signed handle states the address. ``is_announced``: P may still
+    be computing. ``is_of_other_prompt``: the handle was made for another prompt, and of the other fields only
+    ``identity`` is valid: the marks of what P's KV depends on. ``refusal``: why the parameters are unusable;
+    the other fields are void then. ``duplicate``: a handle, if any, under which P may hold the same prompt
+    again, for a fetch that will not come.
     """
 
     handle: str = ""
-    engine_id: str = ""
-    host: str = ""
-    port: int = 0
+    peer: PeerKey = ("", "", 0)
     num_tokens: int = 0
     vouched: bool = False
     is_of_other_prompt: bool = False
@@ -93,11 +92,6 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     refusal: Reason | None = None
     is_announced: bool = False
     duplicate: str = ""
-
-    @property
-    def peer(self) -> tuple[str, str, int]:
-        """Engine, host and port."""
-        return self.engine_id, self.host, self.port
 
 
 def transfer_params(request: RequestView) -> Mapping[str, Any]:
@@ -192,9 +186,8 @@ def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> 
         handle = read_transfer_id(params, claims.prompt)
         if transfer_name(handle) != claims.name:
             raise _unusable(params, TRANSFER_KEY, f"{HANDLE_KEY} was signed for another one")
-    return RemotePrefill(
-        handle, claims.engine_id, claims.host, claims.port, claims.num_tokens, handles.are_signed
-    )
+    peer = claims.engine_id, claims.host, claims.port
+    return RemotePrefill(handle, peer, claims.num_tokens, handles.are_signed)
 
 
 def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
@@ -204,18 +197,18 @@ def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Remo
     if claims.prompt == prompt:
         # The batch has the first prompt twice, or P got only that one: P surely holds its own handle.
         return msgspec.structs.replace(_held(params, handles, prompt), duplicate=handle)
-    return RemotePrefill(handle, claims.engine_id, claims.host, claims.port, vouched=handles.are_signed)
+    peer = claims.engine_id, claims.host, claims.port
+    return RemotePrefill(handle, peer, vouched=handles.are_signed)
 
 
 def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
     """Read what a router states while P is computing."""
     if params.get("remote_host") is None and params.get("remote_bootstrap_addr") is not None:
         return _introduced(params, handles, prompt)
+    engine_id = "" if params.get("remote_engine_id") is None else _read(params, "remote_engine_id")
     remote = RemotePrefill(
         handle=read_transfer_id(params, prompt),
-        engine_id="" if params.get("remote_engine_id") is None else _read(params, "remote_engine_id"),
-        host=_read(params, "remote_host"),
-        port=_read(params, "remote_port"),
+        peer=(engine_id, _read(params, "remote_host"), _read(params, "remote_port")),
         num_tokens=0 if params.get("remote_num_tokens") is None else _read(params, "remote_num_tokens"),
         is_announced=True,
     )
@@ -234,9 +227,8 @@ def _introduced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> R
         raise PeerError(
             f"{error}; the bootstrap_port of a prefill node with KVConnect answers one"
         ) from error
-    handle = read_transfer_id(params, prompt)
-    where = claims.host, claims.port
-    return RemotePrefill(handle, claims.engine_id, *where, vouched=handles.are_signed, is_announced=True)
+    handle, peer = read_transfer_id(params, prompt), (claims.engine_id, claims.host, claims.port)
+    return RemotePrefill(handle, peer, vouched=handles.are_signed, is_announced=True)
 
 
 def _claims(

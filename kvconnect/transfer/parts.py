@@ -65,29 +65,33 @@ class DeviceSteps:
 
 
 class Timer:
-    """Calls ``call`` with the time once ``due_at`` has passed; infinite while not armed."""
+    """Calls ``call`` with the time once ``due_at`` has passed; infinite while not armed.
 
-    __slots__ = ("_call", "_entered_at", "_timers", "due_at")
+    ``number`` is that of its entry in the heap: entries of an earlier time are void.
+    """
+
+    __slots__ = ("_timers", "call", "due_at", "number")
 
     def __init__(self, timers: Timers, call: Callable[[float], None]) -> None:
         self.due_at = math.inf
+        self.number = 0
+        self.call = call
         self._timers = timers
-        self._call = call
-        # Its time in the heap: never later than ``due_at``, so that postponing costs no heap operation.
-        self._entered_at = math.inf
 
     def at(self, when: float) -> None:
         """Arm it for a time, in place of the one before; infinite disarms it."""
-        self._timers._arm(self, when)
+        if when != self.due_at:
+            self.due_at = when
+            self._timers.enter(self)
 
     def by(self, when: float) -> None:
         """Arm it for a time, unless it is armed for an earlier one."""
         if when < self.due_at:
-            self._timers._arm(self, when)
+            self.at(when)
 
     def cancel(self) -> None:
         """Disarm it."""
-        self._timers._arm(self, math.inf)
+        self.at(math.inf)
 
 
 class Timers:
@@ -99,11 +103,8 @@ class Timers:
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self._heap: list[tuple[float, int, Timer]] = []
-        self._numbers = itertools.count()
-        self._armed = 0
-
-    def __len__(self) -> int:
-        return self._armed
+        self._numbers = itertools.count(1)
+        self._most = _FEW
 
     def timer(self, call: Callable[[float], None]) -> Timer:
         """A timer that is not armed."""
@@ -111,17 +112,9 @@ class Timers:
 
     def next_at(self) -> float:
         """The time of the first timer; infinite without any."""
-        while self._heap:
-            entered_at, _, timer = self._heap[0]
-            if entered_at == timer._entered_at == timer.due_at:
-                return entered_at
+        while self._heap and self._heap[0][1] != self._heap[0][2].number:
             heapq.heappop(self._heap)
-            if entered_at == timer._entered_at:
-                # The timer was postponed or disarmed.
-                timer._entered_at = math.inf
-                if timer.due_at < math.inf:
-                    self._enter(timer)
-        return math.inf
+        return self._heap[0][0] if self._heap else math.inf
 
     def run(self, now: float) -> bool:
         """Call all timers that are due, once each. Returns whether any was.
@@ -130,40 +123,28 @@ class Timers:
         """
         due = []
         while self.next_at() <= now:
-            _, _, timer = heapq.heappop(self._heap)
-            timer._entered_at = math.inf
-            due.append(timer)
-        for timer in due:
-            # An earlier call of this run may have postponed or disarmed it.
-            if timer.due_at > now:
-                if timer.due_at < timer._entered_at:
-                    self._enter(timer)
+            due.append(heapq.heappop(self._heap))
+        for _, number, timer in due:
+            if number != timer.number:
+                # An earlier call of this run has postponed or disarmed it.
                 continue
             timer.cancel()
             try:
-                timer._call(now)
+                timer.call(now)
             except Exception as error:
                 self._failed(error)
                 timer.by(now + AGAIN_S)
         return bool(due)
 
-    def _arm(self, timer: Timer, when: float) -> None:
-        self._armed += (when < math.inf) - (timer.due_at < math.inf)
-        timer.due_at = when
-        if when < timer._entered_at:
-            self._enter(timer)
-
-    def _enter(self, timer: Timer) -> None:
-        timer._entered_at = timer.due_at
-        heapq.heappush(self._heap, (timer.due_at, next(self._numbers), timer))
-        if len(self._heap) > 2 * self._armed + _FEW:
-            # Most entries are outdated: their timers were armed earlier, or disarmed.
-            live = [entry for entry in self._heap if entry[0] == entry[2]._entered_at]
-            for entry in live:
-                if entry[2].due_at == math.inf:
-                    entry[2]._entered_at = math.inf
-            self._heap = [entry for entry in live if entry[2].due_at < math.inf]
+    def enter(self, timer: Timer) -> None:
+        """A timer's time has changed."""
+        timer.number = next(self._numbers)
+        if timer.due_at < math.inf:
+            heapq.heappush(self._heap, (timer.due_at, timer.number, timer))
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].number]
             heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + _FEW
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +163,25 @@ class TransferContext:
     timers: Timers
     repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
 
+    def send(self, link: str, frames: Iterable[bytes], who: object) -> None:
+        """Send frames over a connection to ``who``; count those that are dropped, and log the first."""
+        for frame in frames:
+            if not self.channel.send(link, frame):
+                self.metrics.failures.labels("side_channel_send").inc()
+                if self.repeats.is_first(str(who), Cause.LOST):
+                    logger.warning(
+                        "a message to %s was dropped, and later ones are only counted (side_channel_send): "
+                        "it reads none",
+                        who,
+                    )
+
+    def misused(self, who: object, what: str) -> None:
+        """Count a message of a peer that is of no use, and log the first."""
+        self.metrics.failures.labels("peer_message").inc()
+        if self.repeats.is_first(str(who), Cause.PROTOCOL):
+            text = "a message of %s was dropped: %s (further ones are only counted, as peer_message)"
+            logger.warning(text, who, what)
+
 
 class Pace(enum.IntEnum):
     """How soon a part needs the next turn, in ascending order."""
@@ -194,18 +194,6 @@ class Pace(enum.IntEnum):
     """Sends are under way, which are slower the less often the engine is polled."""
     DUE = 3
     """An event has not been handled yet."""
-
-
-DROPPED = "a message to %s was dropped, and later ones are only counted (side_channel_send): it reads none"
-
-
-def count_misuse(metrics: Metrics, repeats: DuplicateFilter, who: str, what: str) -> None:
-    """Count a message of a peer that is of no use, and log the first."""
-    metrics.failures.labels("peer_message").inc()
-    if repeats.is_first(who, Cause.PROTOCOL):
-        logger.warning(
-            "a message of %s was dropped: %s (further ones are only counted, as peer_message)", who, what
-        )
 
 
 def carry_out_each(metrics: Metrics, *kinds: tuple[str, Iterable[Any], Callable[[Any], None]]) -> None:

@@ -14,14 +14,12 @@ from typing import TypeVar
 from kvconnect.errors import IllegalTransition, LocalError
 
 S = TypeVar("S", bound=enum.Enum)
-E = TypeVar("E", bound=enum.Enum)
 
 
-def next_state(transitions: Mapping[tuple[S, E], S], state: S, event: E, who: str) -> S:
-    """The state after an event, or an ``IllegalTransition`` that names ``who``, the state and the event."""
-    after = transitions.get((state, event))
-    if after is None:
-        raise IllegalTransition(f"{who}: {state.value}, but {event.value}")
+def checked_move(moves: Mapping[S, Sequence[S]], state: S, after: S, who: str) -> S:
+    """The state ``after``, or an ``IllegalTransition`` that names ``who`` and both states."""
+    if after not in moves[state]:
+        raise IllegalTransition(f"{who}: {state.value}, so it cannot become: {after.value}")
     return after
 
 
@@ -34,26 +32,11 @@ class SlotState(enum.Enum):
     QUARANTINED = "it may still be touched"
 
 
-class SlotEvent(enum.Enum):
-    """The events of a slot."""
-
-    LEND = "it is granted to a peer"
-    LANDED = "the peer reports that it wrote it"
-    PACK = "our kernel begins to fill it"
-    SUBMIT = "the engine is given it"
-    RETURN = "it is quiescent"
-    LOSE = "an engine or a peer may still touch it"
-
-
-SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
-    (SlotState.FREE, SlotEvent.LEND): SlotState.THEIRS,
-    (SlotState.THEIRS, SlotEvent.LANDED): SlotState.OURS,
-    (SlotState.FREE, SlotEvent.PACK): SlotState.OURS,
-    (SlotState.OURS, SlotEvent.SUBMIT): SlotState.THEIRS,
-    (SlotState.OURS, SlotEvent.RETURN): SlotState.FREE,
-    (SlotState.THEIRS, SlotEvent.RETURN): SlotState.FREE,
-    (SlotState.THEIRS, SlotEvent.LOSE): SlotState.QUARANTINED,
-    (SlotState.QUARANTINED, SlotEvent.RETURN): SlotState.FREE,
+SLOT_MOVES: Mapping[SlotState, Sequence[SlotState]] = {
+    SlotState.FREE: (SlotState.OURS, SlotState.THEIRS),
+    SlotState.OURS: (SlotState.THEIRS, SlotState.FREE),
+    SlotState.THEIRS: (SlotState.OURS, SlotState.FREE, SlotState.QUARANTINED),
+    SlotState.QUARANTINED: (SlotState.FREE,),
 }
 
 
@@ -93,13 +76,13 @@ class SlotPool:
         most = len(self.slots) - 1 if len(self.slots) > 2 else len(self.slots)
         return min(len(self._free), most - self._taken_for[holder])
 
-    def take(self, event: SlotEvent, holder: str = "") -> Slot:
-        """Take a free slot, to grant or to pack into, with a new generation. LocalError: none is free."""
+    def take(self, state: SlotState, holder: str = "") -> Slot:
+        """Take a free slot, to pack into or to grant, with a new generation. LocalError: none is free."""
         if not self._free:
             raise LocalError(f"all {len(self.slots)} slots are taken")
         # The slot that was used last: with a CPU, its memory is still in the processor's cache.
         slot = self._free[-1]
-        self.move(slot, event)
+        self.move(slot, state)
         self._free.pop()
         self.taken += 1
         slot.generation = self._next_generation
@@ -108,10 +91,10 @@ class SlotPool:
         self._taken_for[holder] += 1
         return slot
 
-    def move(self, slot: Slot, event: SlotEvent) -> None:
+    def move(self, slot: Slot, after: SlotState) -> None:
         """Change a slot's state, or raise ``IllegalTransition``. A slot that becomes free can be taken."""
-        slot.state = next_state(SLOT_TRANSITIONS, slot.state, event, f"slot of generation {slot.generation}")
-        if slot.state is SlotState.FREE:
+        slot.state = checked_move(SLOT_MOVES, slot.state, after, f"slot of generation {slot.generation}")
+        if after is SlotState.FREE:
             self._free.append(slot)
             self.taken -= 1
             self._taken_for[slot.holder] -= 1

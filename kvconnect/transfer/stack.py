@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvconnect.cache.identity import Naming
+from kvconnect.cache.identity import Identity, Naming
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
@@ -115,14 +115,13 @@ class StackTraits:
     # The machine's monotonic clock; without it the timeline gets no record.
     clock: Callable[[], float] | None = None
     longest: LongestRequest | None = None
-    # ``Identity.marks`` of the workers; empty if the stack does not state what its KV depends on.
-    identity_marks: bytes = b""
+    # What this node's KV depends on; empty if the stack does not state it.
+    identity: Callable[[], Identity] = Identity
     naming: Naming | None = None
     names: Names | None = None
     # The tokens of a request's prompt in the device's own cache at its admission, where the stack counts
-    # others than it names before; and the digest of the identity of this node's KV.
+    # others than it names before.
     cached_tokens: Callable[[Any], int] | None = None
-    identity: Callable[[], str] = str
     # The stack zeroes blocks to be loaded after ``before_step`` of the load's step.
     zeroes_loads: bool = False
 

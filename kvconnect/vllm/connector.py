@@ -287,7 +287,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
         self._own.parks = self._worker.offload is not None and self._worker.offload.load_rows is not None
-        self._own.identity_marks, self._own.identity = self._worker.identity_marks, self._worker.identity
+        self._own.identity = self._worker.identity
         if self._worker.transfer is not None:
             # A peer may connect before the first step.
             ranks = all_ranks(self._own)

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconnect.addresses import RankAddress
+from kvconnect.cache.identity import Identity
 from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.receipt import PEER
 from kvconnect.transfer.orders import Orders, Results, joined
@@ -50,18 +51,16 @@ class OrdersMetadata(KVConnectorMetadata):
 class AddressMetadata(KVConnectorHandshakeMetadata):
     """A worker's announcement: its address or None if it does not listen, and row bytes by cache group.
 
-    ``others`` are the announcements of the other ranks, where this one passes them on. ``identity_marks``
-    are marks of the identity of its KV, which handles carry, and ``identity`` is its digest. ``parks``: loads
-    can fill its rows.
+    ``others`` are the announcements of the other ranks, where this one passes them on. ``identity`` is what
+    its KV depends on. ``parks``: loads can fill its rows.
     """
 
     rank: int
     address: RankAddress | None
     row_bytes: dict[int, int] = field(default_factory=dict)
     others: tuple[AddressMetadata, ...] = ()
-    identity_marks: bytes = b""
     parks: bool = False
-    identity: str = ""
+    identity: Identity = field(default_factory=Identity)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvconnect.cache.identity import Identity
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import (
@@ -93,12 +94,10 @@ def make_scheduler_half(
         longest=LongestRequest(
             vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
         ),
-        # The marks are equal on all ranks; a rank that does not listen has none.
-        identity_marks=next((meta.identity_marks for meta in workers.values()), b""),
         naming=named,
         names=BlockNames(vllm_config, named.tokens) if named is not None else None,
         cached_tokens=cached_tokens,
-        identity=lambda: next((meta.identity for _, meta in sorted(workers.items())), ""),
+        identity=lambda: workers[min(workers)].identity if workers else Identity(),
         zeroes_loads=zeroes_loads,
     )
     if extra.offload is not None:

@@ -66,7 +66,7 @@ def test_what_has_to_wait_is_asked_for_once_and_begins_when_p_holds_it_or_never_
     made.new_request(request)
     for _ in range(3):
         assert not begin(made, request)
-    assert made.build_orders().awaited == (Await("transfer:t", "", "127.0.0.1", 9, reports=True),)
+    assert made.build_orders().awaited == (Await("transfer:t", ("", "127.0.0.1", 9), reports=True),)
     assert not begin(made, request)
     assert not made.build_orders()
     made.update_results(Results(settled=("transfer:of another", "transfer:t")))
@@ -87,7 +87,7 @@ def test_a_request_that_ends_while_it_waits_lets_go(is_asked):
         made.update_results(Results(settled=("transfer:t",)))
     made.request_finished(request, ([],), delivered=False)
     orders = made.build_orders()
-    assert orders.let_go == (LetGo("t", "transfer:t", "", "127.0.0.1", 9),)
+    assert orders.let_go == (LetGo("transfer:t", ("", "127.0.0.1", 9)),)
     assert not orders.awaited
     assert idle(made)
 

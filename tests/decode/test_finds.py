@@ -52,7 +52,7 @@ class KeepingPair(Pair):
 
     def find(self, request="a", prefix=PREFIX) -> None:
         port = self.prefill.channel.port
-        order = Find(request, "", "h", port, prefix, TOKENS)
+        order = Find(request, ("", "h", port), prefix, TOKENS)
         self.decode.order(Orders(finds=(order,)))
 
     @property

@@ -80,7 +80,7 @@ def test_a_source_is_asked_for_what_is_not_at_hand_and_the_answer_is_loaded():
     request, answer = node.begin(computed=16)
     assert answer is None
     (find,) = node.orders().finds
-    assert (find.request_id, find.host, find.port, find.max_tokens) == ("a", "10.0.0.9", 5600, 99)
+    assert (find.request_id, find.peer, find.max_tokens) == ("a", ("", "10.0.0.9", 5600), 99)
     assert (find.prefix.naming, find.prefix.start_tokens, len(find.prefix.names)) == (NAMING, 16, 6)
     assert node.ask(request, 16) is None
     assert not node.orders().finds, "once"
@@ -89,8 +89,8 @@ def test_a_source_is_asked_for_what_is_not_at_hand_and_the_answer_is_loaded():
     node.hooks.update_after_alloc(request, ([1, 2, 3, 4, 5, 6, 7],), 48)
     orders = node.orders()
     (load,) = orders.loads
-    assert (load.handle, load.host, load.port, load.num_tokens) == ("pin:handle2", "10.0.0.9", 5600, 64)
-    assert (load.engine_id, load.refusal) == ("", None)
+    assert (load.handle, load.peer, load.num_tokens) == ("pin:handle2", ("", "10.0.0.9", 5600), 64)
+    assert load.refusal is None
     assert load.groups == (GroupBlocks(0, 1, (2, 3, 4)),)
     assert load.prefix == find.prefix
     node.hooks.update_results(Results(received=("a",)))
@@ -126,7 +126,7 @@ def test_sources_of_a_client_are_checked_like_its_other_addresses(caplog):
     request, answer = node.begin(params=params)
     assert answer is None
     orders = node.orders()
-    assert [(find.host, find.port) for find in orders.finds] == [("10.0.0.8", 5600)]
+    assert [find.peer for find in orders.finds] == [("", "10.0.0.8", 5600)]
     assert orders.failures == ("peer_not_trusted", "peer_not_trusted")
     node.tell(request)
     assert node.ask(request) == 0, "of those that it names, none is left"
@@ -150,7 +150,7 @@ def test_sources_are_asked_one_after_the_other_until_one_has_it():
     node.tell(request)
     assert node.ask(request) is None
     (find,) = node.orders().finds
-    assert find.host == "10.0.0.8"
+    assert find.peer[1] == "10.0.0.8"
     node.tell(request, 48)
     assert node.ask(request) == 48
     node.end(request)
@@ -184,7 +184,7 @@ def test_a_source_that_does_not_answer_is_not_waited_for_and_rests(is_told):
         assert node.orders().pulls == (("unanswered", 0),)
     node.end(request)
     node.begin("b")
-    assert [find.host for find in node.orders().finds] == ["10.0.0.8"] * (1 + is_told)
+    assert [find.peer[1] for find in node.orders().finds] == ["10.0.0.8"] * (1 + is_told)
     node.tell(request, 64)
     assert node.hooks.state()["pulls"] == 2, "of a request that is over"
 
@@ -198,7 +198,7 @@ def test_a_source_that_is_busy_is_asked_for_the_next_request():
     node.end(request)
     node.orders()
     node.begin("b")
-    assert [find.host for find in node.orders().finds] == [SOURCE.rpartition(":")[0]]
+    assert [find.peer[1] for find in node.orders().finds] == [SOURCE.rpartition(":")[0]]
 
 
 def test_names_are_made_anew_as_a_source_makes_them_which_is_remembered():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.identity import Naming
-from kvconnect.decode.sources import MISS_S, SLOW_REST_S, PrefillRate, Sources, is_worth_it
+from kvconnect.decode.sources import SLOW_REST_S, PrefillRate, Sources, is_worth_it
 
 OURS = Naming("s", 16)
 A, B, C, D, E = (("10.0.0.9", 5600 + number) for number in range(5))
@@ -70,19 +70,6 @@ def test_configured_sources_take_turns_where_there_are_many_and_ours_is_none():
     assert many.chosen([E, ("h", 1), A, B, C]) == (E, A, B)
 
 
-def test_a_miss_and_a_rest_are_over_after_their_time():
-    sources = Sources([], own=A)
-    sources.miss(B, b"n", 10.0)
-    assert sources.lacks(B, b"n", 10.0 + MISS_S / 2)
-    assert not sources.lacks(B, b"m", 10.0)
-    assert not sources.lacks(C, b"n", 10.0)
-    assert not sources.lacks(B, b"n", 10.0 + MISS_S)
-    sources.rest(B, 20.0)
-    assert sources.is_resting(B, 19.0)
-    assert not sources.is_resting(B, 20.0)
-    assert not sources.is_resting(C, 0.0)
-
-
 def test_one_late_load_among_good_ones_is_forgiven_and_loads_that_only_cost_are_not():
     sources = Sources([], own=A)
     assert sources.loaded(C, -0.01, 0.0), "the first one already"
@@ -98,15 +85,11 @@ def test_one_late_load_among_good_ones_is_forgiven_and_loads_that_only_cost_are_
     assert sources.loaded(B, -0.01, now + SLOW_REST_S), "what was good before counts no more"
 
 
-def test_names_are_made_as_a_source_makes_them_if_the_function_is_ours():
+def test_names_so_short_that_they_would_keep_us_busy_are_not_made():
     sources = Sources([], own=A)
-    assert sources.naming(B, OURS) == OURS
-    sources.names_by(B, Naming("s", 64))
-    assert sources.naming(B, OURS) == Naming("s", 64)
-    sources.names_by(B, Naming("other", 16))
-    assert sources.naming(B, OURS) is None
     sources.names_by(B, Naming("s", 1))
-    assert sources.naming(B, OURS) is None, "so many that it would keep us busy"
+    assert sources.naming(B, OURS) is None
+    assert sources.naming(B, Naming("s", 1)) == Naming("s", 1), "unless ours are as short"
 
 
 def test_what_is_remembered_is_bounded():

@@ -215,7 +215,7 @@ def asked_for(queue: Queue, expected: bool = True) -> Pair:
     pair = queue.pair
     if expected:
         pair.prefill.order(Orders(expected=("transfer:t",)))
-    order = Await("transfer:t", "", "127.0.0.1", pair.prefill.channel.port, reports=True)
+    order = Await("transfer:t", ("", "127.0.0.1", pair.prefill.channel.port), reports=True)
     pair.decode.order(Orders(awaited=(order,)))
     pair.run(0.2)
     return pair

@@ -73,7 +73,7 @@ def test_every_prompt_of_a_batch_is_held_and_loaded():
     requests, ordered = loads(decode, params, "other", lengths)
     assert [load.handle for load in ordered] == [hold.handle for hold in holds]
     assert not any(load.refusal for load in ordered)
-    assert {(load.host, load.port, load.engine_id) for load in ordered} == {("10.0.0.1", 5600, "P")}
+    assert {load.peer for load in ordered} == {("P", "10.0.0.1", 5600)}
     end(prefill, held, decode, requests, ordered)
 
 

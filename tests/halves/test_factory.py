@@ -42,7 +42,7 @@ def fetched_by(decode, **prefill):
 
 def test_a_node_takes_what_its_cluster_has_signed_in_its_time():
     load = fetched_by(configured("kv_consumer"))
-    assert (load.refusal, load.host, load.port) == (None, "10.0.0.1", 5600)
+    assert (load.refusal, load.peer[1:]) == (None, ("10.0.0.1", 5600))
     assert "handle" in fetched_by(configured("kv_consumer", key=OTHER)).refusal.text
     assert "expired" in fetched_by(configured("kv_consumer", now=1e6)).refusal.text
 
@@ -82,7 +82,7 @@ def test_a_router_in_mooncakes_mode_is_answered_where_the_node_is_fetched_from()
     assert answer["0"]["worker_addr"] == {"0": {"0": "tcp://10.0.0.1:5600"}}
     load = announced(configured("kv_consumer", now=1e9), answer["0"]["engine_id"])
     # Any engine there: after a restart of P alone the router goes on with what it was answered.
-    assert (load.refusal, load.host, load.port, load.engine_id) == (None, "10.0.0.1", 5600, "")
+    assert (load.refusal, load.peer) == (None, ("", "10.0.0.1", 5600))
     half.drain()
     with pytest.raises(BadAnswer):
         fetch_json(url, timeout_s=2)

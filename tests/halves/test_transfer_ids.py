@@ -70,7 +70,7 @@ def test_d_needs_neither_a_handle_nor_a_count_nor_an_engine(remote_engine_id):
     params = dict(ON_D) if remote_engine_id == "absent" else {**ON_D, "remote_engine_id": remote_engine_id}
     load = load_of(params, 40, 24, computed=16)
     engine_id = "P" if remote_engine_id == "P" else ""
-    assert (load.handle, load.engine_id, load.num_tokens, load.refusal) == (HANDLE, engine_id, 40, None)
+    assert (load.handle, load.peer[0], load.num_tokens, load.refusal) == (HANDLE, engine_id, 40, None)
 
 
 @pytest.mark.parametrize(("groups", "held_back"), [((ATTENTION,), 0), ((STATE, ATTENTION), 1)])
@@ -88,7 +88,7 @@ def test_both_sides_name_the_same_handle_and_the_same_count(groups, held_back, l
         assert length <= held_back
         decode.update_after_alloc(told, blocks, 0)
         (let_go,) = decode.build_orders().let_go
-        assert (let_go.handle, let_go.engine_id) == (hold.handle, "")
+        assert (let_go.handle, let_go.peer[0]) == (hold.handle, "")
         return
     decode.update_after_alloc(told, blocks, count)
     (load,) = decode.build_orders().loads

@@ -272,7 +272,7 @@ class CopyConnector:
 
     def build_orders(self):
         ids, self.order_ids = self.order_ids, []
-        return Orders(let_go=tuple(LetGo(name, "", "", "", 0) for name in ids))
+        return Orders(let_go=tuple(LetGo(name, ("", "", 0)) for name in ids))
 
     def request_finished(self, request, block_ids, *, delivered):
         self.calls.append(("finished", request.request_id, delivered))
@@ -286,7 +286,7 @@ class CopyConnector:
 
     # worker half
     def before_step(self, orders):
-        self.pending.extend(order.request_id for order in orders.let_go)
+        self.pending.extend(order.handle for order in orders.let_go)
         if not self.hold_loads:
             self.release()
 

@@ -63,9 +63,12 @@ def traffic(draw):
     prompts = []
     for serial in range(draw(st.integers(2, 5))):
         base = draw(st.sampled_from(prompts)) if prompts else []
-        cut = draw(st.integers(0, len(base)))
+        cut = draw(st.just(len(base)) | st.integers(0, len(base)))
         fresh = draw(st.integers(0, 25))
-        prompts.append(base[:cut] + [10 * serial + n % 7 for n in range(fresh)] or [1])
+        prompt = base[:cut] + [10 * serial + n % 7 for n in range(fresh)]
+        # At a boundary the last one is another for the same prompt than for a longer one.
+        whole = len(prompt) // align * align if draw(st.booleans()) else len(prompt)
+        prompts.append(prompt[:whole] or [1])
     return tuple(kinds), align, prompts
 
 
@@ -102,24 +105,6 @@ def test_hits_are_those_of_an_endless_cache(case, checkpoint, max_new, tiers):
         least, most = endless.hit(prompt), endless.hit(prompt, kept=endless.dense)
         assert least <= hit <= most, (least, hit, most)
         endless.keep(request)
-    stack.check_idle()
-
-
-@pytest.mark.parametrize("length", range(1, 42))
-@pytest.mark.parametrize("kinds", [FULL, SLIDING, HYBRID, DRAFT, ALL])
-def test_the_same_and_a_longer_prompt_get_all_that_there_is(kinds, length):
-    ahead = max((kind.tokens for kind in kinds if kind.is_draft), default=0)
-    stack = Stack(kinds, 8, num_blocks=400, local=False, lag=0.0, cancels=0.0, checkpoint_tokens=0)
-    first = stack.add("first", range(length), max_new=9)
-    stack.run(everything=True)
-    for prompt, shared in (
-        (list(range(length)), length - 1),
-        ([*range(length), 77, 78], length),
-        ([*first.tokens, 79], len(first.tokens) - 1),
-    ):
-        again = stack.add("again", prompt)
-        stack.run(everything=True)
-        assert again.hits == [(0, max(0, shared - ahead) // 8 * 8)]
     stack.check_idle()
 
 

@@ -179,7 +179,7 @@ def refused(trust, **change):
     """Why a request with a signed handle, changed, may not be fetched by a D that trusts so."""
     _, _, params = prefilled()
     remote = read_remote_prefill({**params, **change}, HANDLES)
-    return str(remote.refusal or trust.refusal(remote.host, remote.port, vouched=remote.vouched) or "")
+    return str(remote.refusal or trust.refusal(*remote.peer[1:], vouched=remote.vouched) or "")
 
 
 ANNOUNCED = {
@@ -214,7 +214,7 @@ def test_a_router_vouches_for_an_address_with_an_older_handle():
     later = Handles(HANDLES._secret, lambda: 1e9)
     announced = {**ANNOUNCED, PEER_KEY: params[HANDLE_KEY]}
     remote = read_remote_prefill(announced, later)
-    assert trust.refusal(remote.host, remote.port, vouched=remote.vouched) is None
+    assert trust.refusal(*remote.peer[1:], vouched=remote.vouched) is None
     assert (
         "remote_port is 5601, its handle says 5600"
         in read_remote_prefill({**announced, "remote_port": 5601}, later).refusal.text
@@ -241,7 +241,7 @@ def test_a_refused_address_fails_the_load_by_policy_and_is_counted():
     orders = half.build_orders()
     (load,) = orders.loads
     assert "allow_peers" in load.refusal.text
-    assert (load.host, load.port, load.handle) == ("", 0, "")
+    assert (load.peer[1:], load.handle) == (("", 0), "")
     assert load.refusal.cause is Cause.NOT_TRUSTED, "the worker counts it, once"
     assert not orders.failures
 
@@ -252,4 +252,4 @@ def test_unsigned_handles_vouch_for_nothing():
     remote = read_remote_prefill({"do_remote_prefill": True, HANDLE_KEY: unsigned.make(CLAIM)}, unsigned)
     assert not remote.vouched
     trust = PeerTrust(AllowList(config.extra.allow_peers), 4)
-    assert "no signed handle" in trust.refusal(remote.host, remote.port, vouched=remote.vouched).text
+    assert "no signed handle" in trust.refusal(*remote.peer[1:], vouched=remote.vouched).text

@@ -16,6 +16,7 @@ from kvconnect.transfer.orders import Results
 from kvconnect.transfer.params import TRANSFER_KEY
 from tests.halves.test_scheduler_half import ATTENTION, STATE
 from tests.halves.test_scheduler_half import connector as scheduler_half
+from tests.identities import named
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 PARTS = st.text(max_size=5) | st.integers() | st.binary(max_size=5)
@@ -156,13 +157,11 @@ def test_what_has_another_prompts_handle_is_counted_and_not_let_go():
     )
 
 
-@pytest.mark.parametrize(
-    ("marks", "cause"), [(b"p" * 8, Cause.OTHER_PROMPT), (b"d" * 8, Cause.OTHER_IDENTITY)]
-)
-def test_outcome_counter_and_receipt_name_one_cause_for_a_handle_of_another_prompt(marks, cause):
+@pytest.mark.parametrize(("model", "cause"), [("p", Cause.OTHER_PROMPT), ("d", Cause.OTHER_IDENTITY)])
+def test_outcome_counter_and_receipt_name_one_cause_for_a_handle_of_another_prompt(model, cause):
     """Servers whose KV differs may count a prompt's tokens differently: then that is the cause."""
-    params, _ = prefilled(A, traits={"identity_marks": b"p" * 8})
-    decode = connector("kv_consumer", identity_marks=marks)
+    params, _ = prefilled(A, traits={"identity": lambda: named("p")})
+    decode = connector("kv_consumer", identity=lambda: named(model))
     decode.new_request(Request("b", B, params))
     orders = decode.build_orders()
     assert orders.failures == (cause.value,)

@@ -218,8 +218,8 @@ def test_d_fetches_what_p_holds(router: Router, carry: Callable[[Any], Any]) -> 
     (load,) = decode.build_orders().loads
     assert load.refusal is None
     assert (load.handle, load.num_tokens) == (hold.handle, hold.num_tokens)
-    assert (load.host, load.port) == ("10.0.0.1", 5600)
-    assert load.engine_id in ("P", "" if not router.sequential else "P")
+    assert load.peer[1:] == ("10.0.0.1", 5600)
+    assert load.peer[0] in ("P", "" if not router.sequential else "P")
     decode.update_results(Results(received=(received.request_id,)))
     prefill.update_results(Results(sent=(request.request_id,)))
     decode.request_finished(received, ([21, 22, 23],), delivered=True)

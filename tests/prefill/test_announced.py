@@ -25,7 +25,7 @@ def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
 
 
 def let_go(pair, handle=HANDLE, engine_id="P"):
-    order = LetGo("a", handle, engine_id, "h", pair.prefill.channel.port)
+    order = LetGo(handle, (engine_id, "h", pair.prefill.channel.port))
     pair.decode.order(Orders(let_go=(order,)))
 
 

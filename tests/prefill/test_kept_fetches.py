@@ -112,7 +112,7 @@ def test_the_layers_of_a_draft_are_sent_as_they_are_named():
 def ask(ranks, prefix, most=1 << 20, wait_s=0.0):
     """What P answers within a time, by the real worker of D."""
     worker = ranks.decode[0]
-    order = Find("f", "P", "h", ranks.prefill[0].channel.port, prefix, most)
+    order = Find("f", ("P", "h", ranks.prefill[0].channel.port), prefix, most)
 
     def found():
         return [one for results in worker.results for one in results.found]
@@ -174,7 +174,7 @@ def test_a_link_whose_calibration_was_cut_short_is_calibrated_again_at_the_break
     assert 5 <= worker.count("failures", reason="calibration") <= 9
     worker.engine.release()
     ranks.clock.now += 20
-    order = Find("f", "P", "h", worker.channel.port, prefix, 64)
+    order = Find("f", ("P", "h", worker.channel.port), prefix, 64)
     ranks.decode[0].order(Orders(finds=(order,)))
     for _ in range(100):
         # A batch takes one of these.

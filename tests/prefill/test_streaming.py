@@ -270,7 +270,7 @@ def test_progress_that_does_not_follow_is_not_sent_and_the_request_still_is(pair
 def test_another_engine_gets_nothing_of_what_is_being_sent(pair):
     prefill = begun(pair, 20)
     other = pair.add("X")
-    order = LetGo("a", prefill.handle, "P", "h", pair.prefill.channel.port)
+    order = LetGo(prefill.handle, ("P", "h", pair.prefill.channel.port))
     other.order(Orders(let_go=(order,)))
     pair.settle()
     arrives(pair, prefill)

@@ -29,7 +29,7 @@ from kvconnect.prefill.sender import Sender
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.orders import Reports
 from kvconnect.transfer.parts import DeviceSteps
-from kvconnect.transfer.slots import SlotEvent, SlotPool
+from kvconnect.transfer.slots import SlotPool, SlotState
 from tests.engine.faulty_engine import FaultyEngine
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
@@ -100,9 +100,9 @@ def lends_a_slot_twice(patch):
     """A slot stays among those that can be taken."""
     take = SlotPool.take
 
-    def take_and_keep(self, event, *others):
-        slot = take(self, event, *others)
-        if event is SlotEvent.LEND:
+    def take_and_keep(self, state, *others):
+        slot = take(self, state, *others)
+        if state is SlotState.THEIRS:
             self._free.append(slot)
         return slot
 
@@ -253,8 +253,8 @@ def waits_for_answers_for_ever(patch):
     """A question that is not answered is not over."""
     ask = Finds.ask
 
-    def ask_for_ever(self, order, key, now):
-        ask(self, order, key, math.inf)
+    def ask_for_ever(self, order, now):
+        ask(self, order, math.inf)
 
     patch.setattr(Finds, "ask", ask_for_ever)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from unittest import mock
 
 from kvconnect.errors import LocalError
+from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.packer import Packer
 
 
 class SlowTicket:
     """A kernel that was launched; its bytes move when it is told to run."""
 
-    def __init__(self, launch) -> None:
+    def __init__(self, launch, staged: StagedChunk) -> None:
+        self.staged = staged
         self._launch = launch
         self._ticket = None
 
@@ -51,11 +53,16 @@ class SlowKernels:
         def launch_later(packer: Packer, *given):
             if not self.slow or packer._side not in self._sides:
                 return launch(packer, *given)
-            ticket = SlowTicket(lambda: launch(packer, *given))
+            ticket = SlowTicket(lambda: launch(packer, *given), given[1])
             self.pending.append(ticket)
             return ticket
 
         return launch_later
+
+    def touched(self) -> set[int]:
+        """The kernel blocks that kernels which have not run move from or to."""
+        staged = [ticket.staged for ticket in self.pending]
+        return {int(block) for one in staged for blocks in one.blocks.values() for block in blocks}
 
     def finish(self, count: int | None = None) -> int:
         """Let the oldest kernels run, all of them or some; how many there were."""

@@ -424,14 +424,15 @@ class Pair:
         block_ids: tuple[int, ...],
         handle: str | None = None,
         ready=lambda: True,
+        engine_id: str = "P",
+        host: str = "h",
+        port: int | None = None,
         **changes,
     ) -> None:
         fields = {
             "request_id": request,
             "handle": f"handle-{request}" if handle is None else handle,
-            "engine_id": "P",
-            "host": "h",
-            "port": self.prefill.channel.port,
+            "peer": (engine_id, host, port or self.prefill.channel.port),
             "num_tokens": len(block_ids) * BLOCK_TOKENS,
             "groups": (GroupBlocks(0, 0, block_ids),),
         }

@@ -132,9 +132,7 @@ class Ranks:
         load = Load(
             request,
             f"handle-{request}",
-            "P",
-            "h",
-            self.prefill[0].channel.port,
+            ("P", "h", self.prefill[0].channel.port),
             num_tokens,
             _in_order(blocks),
         )

@@ -62,7 +62,7 @@ def asked():
 
 def test_a_node_that_only_decodes_refuses_a_fetch_at_once(asked):
     pair, asking = asked
-    load = Load("a", "handle-a", "D", "h", pair.decode.channel.port, 12, (GroupBlocks(0, 0, D_IDS),))
+    load = Load("a", "handle-a", ("D", "h", pair.decode.channel.port), 12, (GroupBlocks(0, 0, D_IDS),))
     asking.order(Orders(loads=(load,)))
     pair.run(1)
     assert asking.failed == {"a": NO_PREFILL.text}
@@ -71,7 +71,7 @@ def test_a_node_that_only_decodes_refuses_a_fetch_at_once(asked):
 
 def test_a_node_that_only_decodes_keeps_nothing_for_a_request_that_waits(asked):
     pair, asking = asked
-    waits = Await("handle-a", "D", "h", pair.decode.channel.port, reports=True)
+    waits = Await("handle-a", ("D", "h", pair.decode.channel.port), reports=True)
     asking.order(Orders(awaited=(waits,)))
     pair.run(1)
     assert [handle for results in asking.results for handle in results.settled] == ["handle-a"]

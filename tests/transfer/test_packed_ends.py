@@ -197,28 +197,6 @@ def test_what_a_kernel_finds_wrong_fails_the_request_after_all_was_written(pair,
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("how", ["abort", "deadline", "lease"])
-def test_blocks_are_not_freed_while_they_are_packed(pair, how):
-    with SlowKernels("source") as kernels:
-        pair.start("a", SOURCE, TARGET)
-        pair.settle()
-        assert kernels.pending
-        if how == "lease":
-            pair.run(CONFIG.lease_s + 1)
-        else:
-            end(pair, how)
-        pair.settle()
-        assert not pair.prefill.sent
-        assert pair.decode.received == ([] if how == "lease" else ["a"])
-        assert pair.prefill.send.taken == len(kernels.pending)
-        for _ in range(20):
-            kernels.finish()
-            pair.settle(1)
-        assert pair.prefill.sent == ["a"]
-        assert ("a" in pair.decode.failed) == (how != "lease")
-    pair.assert_idle()
-
-
 def test_kernels_that_run_keep_both_sides_awake(pair):
     for side, worker in (("source", pair.prefill), ("target", pair.decode)):
         with SlowKernels(side) as kernels:

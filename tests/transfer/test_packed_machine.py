@@ -39,9 +39,9 @@ WEIGHTS = {
 class Chaos:
     """Two prefill nodes and a decode node. Kernels, engines and the network work, or they do not."""
 
-    def __init__(self, seed: int, *kernels: SlowKernels) -> None:
+    def __init__(self, seed: int, packs: SlowKernels, unpacks: SlowKernels) -> None:
         self.random = random.Random(seed)
-        self.kernels = kernels
+        self.packs, self.unpacks = self.kernels = packs, unpacks
         config = ExtraConfig(
             num_slots=self.random.randint(1, 4), load_timeout_s=20, lease_s=15, peer_timeout_s=6
         )
@@ -171,6 +171,7 @@ class Chaos:
         for name in decode.received:
             _, target, _ = self.blocks[name]
             if name not in self.reported:
+                assert not self.unpacks.touched() & {*target}, f"{name} is reported while it is unpacked"
                 self.reported[name] = bits(decode, target)
                 exact = torch.equal(self.reported[name], self.truth[name])
                 assert name in decode.failed or exact, f"{name} is not exact"
@@ -178,6 +179,7 @@ class Chaos:
             assert untouched, f"{name} was written to after its report"
         for name in set(self.held) & set(self.pair.prefill.sent + self.other.sent) - self.reused:
             source, _, node = self.blocks[name]
+            assert not self.packs.touched() & {*source}, f"{name} is reported while it is packed"
             node.storage[:, list(source)] = torch.randn(1).to(torch.float16)
             self.reused.add(name)
 

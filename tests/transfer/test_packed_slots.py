@@ -189,7 +189,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
         source, target = blocks(20 + number)
         pair.hold(f"e{number}", source)
         groups = (GroupBlocks(0, 0, target[:10]),)
-        load = Load(f"e{number}", f"handle-e{number}", "P", "h", pair.prefill.channel.port, 40, groups)
+        load = Load(f"e{number}", f"handle-e{number}", ("P", "h", pair.prefill.channel.port), 40, groups)
         other.order(Orders(loads=(load,)))
     pair.run(1)
     assert pair.prefill.send.taken == 3

@@ -52,7 +52,6 @@ def test_each_timer_is_called_once_when_it_is_due(actions):
                 wanted |= dict.fromkeys(due, math.inf)
         assert timers.next_at() == min(wanted.values())
         assert [timer.due_at for timer in made] == list(wanted.values())
-        assert len(timers) == sum(at < math.inf for at in wanted.values())
 
 
 def test_a_call_may_arm_put_off_and_disarm_others_and_itself():
@@ -107,4 +106,3 @@ def test_what_is_armed_anew_all_the_time_leaves_nothing_behind(action):
             timer.cancel()
         timers.next_at()
     assert len(timers._heap) < 200
-    assert len(timers) == (0 if action == "disarm" else 10)

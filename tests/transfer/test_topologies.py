@@ -1,12 +1,10 @@
-"""Ranks of P and ranks of D that divide layers and heads in different ways: every byte lands, and no other.
+"""Ranks of P and ranks of D that divide tokens, layers and heads in different ways.
 
-The whole product of topologies is long (``-m full``); outside of it every m to n of each axis meets once.
+That every byte lands, whichever layers and heads a rank has, is a property of any shape: see
+``test_packed_geometry``.
 """
 
 from __future__ import annotations
-
-import itertools
-import random
 
 import pytest
 from msgspec.structs import replace
@@ -26,34 +24,8 @@ from tests.transfer.shapes import Model, same_blocks
 MODELS = {
     "full": Model({"full": 4}, heads=4),
     "latent": Model({"latent": 4}),
-    "head": Model({"full": 4}, heads=1),
     "windows": Model({"full": 2, "window": 3}, heads=2),
-    "hybrid": Model({"full": 2, "window": 1, "latent": 1, "state": 2}, heads=4),
 }
-PIPELINES = ((0,), (0, 2), (0, 1, 3))
-TENSORS = (1, 2, 4)
-BLOCKS = (16, 64)
-
-
-def sides(num_heads: int | None):
-    """Every pair of topologies with blocks, as far as ranks can keep tokens in turns of such a length."""
-    axes = (PIPELINES, TENSORS, (1, 2), BLOCKS)
-    for p, p_tp, p_turns, p_block, d, d_tp, d_turns, d_block in itertools.product(*axes, *axes):
-        turn = p_block if p_turns < d_turns else d_block if d_turns < p_turns else 16
-        prefill, decode = Topology(p_tp, p, p_turns, turn), Topology(d_tp, d, d_turns, turn)
-        divided = [block for block, turns in ((p_block, p_turns), (d_block, d_turns)) if turns > 1]
-        if any(side.refusal(0, num_heads) for side in (prefill, decode)) or any(b % turn for b in divided):
-            continue
-        yield prefill, decode, (p_block, d_block)
-
-
-CASES = [
-    (name, *case)
-    for name, model in MODELS.items()
-    for case in sides(model.num_heads)
-    if name in ("latent", "head") or case[0].context == case[1].context == 1
-]
-SAMPLE = random.Random(11).sample(CASES, 60)
 
 
 def check(name, prefill, decode, blocks):
@@ -72,18 +44,6 @@ def check(name, prefill, decode, blocks):
     assert [worker.sent for worker in ranks.prefill] == [["a"]] * prefill.size
     ranks.assert_idle()
     return ranks
-
-
-@pytest.mark.parametrize(("name", "prefill", "decode", "blocks"), SAMPLE)
-def test_any_topology_to_any_other(name, prefill, decode, blocks):
-    check(name, prefill, decode, blocks)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("part", range(20))
-def test_every_topology_to_every_other(part):
-    for case in CASES[part::20]:
-        check(*case)
 
 
 def test_a_rank_without_layers_of_a_group_is_not_asked_for_it():
@@ -269,7 +229,7 @@ def test_a_rank_is_served_once_while_another_is_still_to_come():
     step()
     assert first.received == ["a"]
     assert not prefill.sent, "rank 1 has not come yet"
-    again = Load("b", "handle-a", "P", "h", prefill.channel.port, 11, tuple(blocks.values()))
+    again = Load("b", "handle-a", ("P", "h", prefill.channel.port), 11, tuple(blocks.values()))
     first.order(Orders(loads=(again,)))
     step()
     assert first.failed == {"b": "this decode rank has fetched or released the request"}

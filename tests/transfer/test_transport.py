@@ -14,6 +14,7 @@ from kvconnect.engine.lanes import Fabric, Traffic, Transport
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
 from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
+from kvconnect.transfer.duplicate_filter import DuplicateFilter
 from kvconnect.transfer.link_reports import Transports, refusal
 from tests.engine.faulty_engine import FaultyEngine
 from tests.transfer.pair import SLOT_BYTES, Clock, Pair
@@ -262,7 +263,7 @@ def test_without_a_calibration_no_link_is_slow():
 @pytest.mark.parametrize(("lane", "is_slow"), [("nvlink", False), ("cuda_ipc", False), ("rdma", True)])
 def test_a_calibration_is_judged_by_the_hardware_only_where_a_network_carries_it(lane, is_slow):
     metrics = Metrics()
-    Transports(ExtraConfig(), metrics).met("P", Transport(lane, "", "", 27.2e9, 450e9))
+    Transports(metrics, DuplicateFilter()).met("P", Transport(lane, "", "", 27.2e9, 450e9))
     assert metrics.failures.labels("slow_link").value == is_slow
 
 

@@ -164,7 +164,7 @@ def test_an_operator_sees_by_their_urls_what_became_of_a_request(servers, tmp_pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].split() == ["load", *PHASES, "late", "request"]
     names = {event["name"] for event in json.loads(out.read_text())["traceEvents"] if event["ph"] in "Xe"}
-    halves = {"to queued", "to prefill launched", "to prefill done", "to load ordered", "to first token"}
+    halves = {"to queued", "to prefill launched", "to prefill done", "to load ordered", "to loaded"}
     workers = {"to held", "to fetch begun", "write", "unpack", "to reported", "to blocks freed"}
     assert halves | workers <= names
 

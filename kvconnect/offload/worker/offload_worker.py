@@ -69,7 +69,7 @@ class OffloadWorker:
         self._config, self._cache = config, cache
         # The tensors must outlive the copier, even if the serving stack drops its references.
         self._tensors = dict(cache.tensors)
-        self._rank, self._world_size, self._identity = rank, world_size, identity
+        self._rank, self._world_size, self.identity = rank, world_size, identity
         self._label, self._announces = label, announces
         self.load_rows: LoadRows | None = None
         """The rows as a target of loads; None if loads fill none."""
@@ -106,7 +106,7 @@ class OffloadWorker:
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
         kept = {"cache": cache_facts(self._cache.config), "rows": row_facts(self._table)}
-        return Namespace.of({**kept, **own, "identity": self._identity.facts}, self._label)
+        return Namespace.of({**kept, **own, "identity": self.identity.facts}, self._label)
 
     @property
     def names(self) -> NamedRows | None:
@@ -120,11 +120,6 @@ class OffloadWorker:
             self._jobs.names = NamedRows(naming, requirements, *given)
         except (LayoutError, EngineError) as error:
             logger.warning("peers that ask for KV by name get none of this node: %s", error)
-
-    @property
-    def identity(self) -> str:
-        """``Identity.digest`` of the KV that is kept."""
-        return self._identity.digest
 
     def open_for_loads(self) -> None:
         """Let loads fill rows, for requests that wait for blocks, if rows of this cache can be filled."""
@@ -144,7 +139,7 @@ class OffloadWorker:
         Call it after the scheduler half was reset, and before the first orders for KV of the new weights.
         """
         self._jobs.forget_names()
-        self._identity = self._identity.replace(weights=weights)
+        self.identity = self.identity.replace(weights=weights)
         self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
         self._loop.replace(lambda: self._make_tiers(namespace))
