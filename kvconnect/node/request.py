@@ -24,7 +24,6 @@ class Output:
     """New tokens of a request, and its end if ``finish_reason`` or ``failure`` is set.
 
     ``draft_token_ids`` are the draft model's proposals, None for a model without one.
-    ``kv_block_ids`` are the request's logical blocks by group when it ended.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -32,7 +31,6 @@ class Output:
     finish_reason: str | None = None
     failure: Failure | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    kv_block_ids: tuple[list[int], ...] | None = None
     cached_tokens: int = 0
 
     @property

@@ -35,8 +35,9 @@ def hand_over(p: Client, d: Client, prompt: list[int]) -> tuple[list[list[int]],
             if blocks is not None and any(blocks.ids):
                 d_ids = [list(ids) for ids in blocks.ids]
         if client is p:
+            p_ids = p.requests["r"].blocks.snapshot()
             d.submit("r", prompt, 8, dict(p.last("r").kv_transfer_params))
-    return p.last("r").kv_block_ids, d_ids
+    return p_ids, d_ids
 
 
 def rows(client: Client, layer: str, ids: list[int]) -> list[torch.Tensor | None]:

@@ -170,7 +170,7 @@ def test_blocks_wait_until_they_were_sent():
     p.steps(5)
     assert p.held == 7
     assert p.engine.snapshot["requests"]["waiting_to_be_fetched"] == 1
-    assert params["blocks"] == p.last("p").kv_block_ids
+    assert params["blocks"] == p.requests["p"].blocks.snapshot()
     prefill.sent.append("p")
     p.steps(1)
     assert p.held == 0

@@ -12,6 +12,7 @@ from tests.node.node_harness import (
     make_client,
     make_prompt,
     prefilled,
+    until,
 )
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -69,9 +70,9 @@ def test_only_fresh_attention_blocks_are_zeroed_and_each_once():
     runner, zeroed = client.engine.runner, []
     prepare = runner.prepare
     runner.prepare = lambda step: zeroed.append(list(step.new_block_ids_to_zero)) or prepare(step)
-    client.submit("r", make_prompt(100), 40)
-    client.run("r")
-    blocks = client.last("r").kv_block_ids
+    request = client.submit("r", make_prompt(100), 40)
+    until(lambda: len(client.tokens("r")) == 39, client)
+    blocks = request.blocks.ids
     assert runner.cache.config.groups[0].block_size == 64
     assert [ids for ids in zeroed if ids] == [[blocks[0][0]], [blocks[0][1]], [blocks[0][2]]]
 
