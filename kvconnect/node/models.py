@@ -30,15 +30,6 @@ CACHE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class CacheSizing:
-    """The operator's choices: block size (None: the model's own), longest sequence, cache dtype."""
-
-    block_size: int | None
-    max_model_len: int
-    cache_dtype: torch.dtype = CACHE_DTYPE
-
-
-@dataclass(frozen=True)
 class CachedLayer:
     """One layer's cache: the contents of a block, the order of dimensions, the attention backend.
 
@@ -354,21 +345,23 @@ class Model:
         self._mlps = [Mlp(weights) for _ in self._mixers]
         self._draft = DraftModel(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
 
-    def layout(self, sizing: CacheSizing) -> CacheLayout:
+    def layout(
+        self, block_size: int | None, max_model_len: int, dtype: torch.dtype = CACHE_DTYPE
+    ) -> CacheLayout:
         """The model's cache, with a state padded to the attention page that it shares.
 
-        Raises ``ConfigError`` for a block size that the model cannot use.
+        Without ``block_size`` it is the model's own. Raises ``ConfigError`` for one that it cannot use.
         """
-        size = sizing.block_size or self._recipe.default_block_size
-        if sizing.block_size is None and any(isinstance(m, GatedLinearAttention) for m in self._mixers):
+        size = block_size or self._recipe.default_block_size
+        if block_size is None and any(isinstance(mixer, GatedLinearAttention) for mixer in self._mixers):
             # A state does not shrink with the cache's dtype, so the page that it shares keeps its bytes.
-            size = size * CACHE_DTYPE.itemsize // sizing.cache_dtype.itemsize
-        cached = [mixer.cached(size, sizing.cache_dtype) for mixer in self._mixers]
+            size = size * CACHE_DTYPE.itemsize // dtype.itemsize
+        cached = [mixer.cached(size, dtype) for mixer in self._mixers]
         page_bytes = max(layer.spec.page_size_bytes for layer in cached if layer.backend is not None)
-        cached = [_padded(layer, size, page_bytes, sizing.max_model_len) for layer in cached]
+        cached = [_padded(layer, size, page_bytes, max_model_len) for layer in cached]
         groups = [tuple(cached[index] for index in group) for group in self._recipe.groups]
         if self._draft is not None:
-            groups[0] += (self._draft.mixer.cached(size, sizing.cache_dtype),)
+            groups[0] += (self._draft.mixer.cached(size, dtype),)
         return CacheLayout(tuple(groups), self._recipe.single_storage)
 
     def forward(

@@ -16,7 +16,7 @@ from kvconnect.errors import PeerError
 from kvconnect.node.attention import Backend
 from kvconnect.node.block_manager import BlockPool
 from kvconnect.node.engine import NodeEngine
-from kvconnect.node.models import CacheLayout, CacheSizing, Model, build_model
+from kvconnect.node.models import CacheLayout, Model, build_model
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
@@ -59,8 +59,8 @@ class OtherBackends:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def layout(self, sizing: CacheSizing) -> CacheLayout:
-        layout = self.model.layout(sizing)
+    def layout(self, *sizing: Any) -> CacheLayout:
+        layout = self.model.layout(*sizing)
         backends = {id(layer.backend): layer.backend for layers in layout.groups for layer in layers}
         changed = {at: None if backend is None else self.change(backend) for at, backend in backends.items()}
         groups = tuple(

@@ -8,7 +8,7 @@ import torch
 from kvconnect.cache.identity import Naming, differences
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.node.kv_cache import CACHE_DTYPES, NodeCache
-from kvconnect.node.models import CacheSizing, build_model
+from kvconnect.node.models import build_model
 from kvconnect.node.node_connector import identity
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.kernel_blocks import GraphSupport
@@ -80,9 +80,8 @@ def test_the_tensors_are_the_same_with_and_without_a_connector_and_with_both_bac
 def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     bits = {}
     for dtype, stored in (("bf16", "bfloat16"), ("fp8_e4m3", "float8_e4m3fn")):
-        sizing = CacheSizing(128, 1024, CACHE_DTYPES[dtype])
         options = NodeOptions(num_blocks=8, max_num_seqs=1, max_model_len=1024)
-        cache = NodeCache(build_model(name).layout(sizing), options)
+        cache = NodeCache(build_model(name).layout(128, 1024, CACHE_DTYPES[dtype]), options)
         table = cache.region_table()
         attention = [one for one in table.regions if not table.geometry_of(one.group).is_state]
         bits[dtype] = sum(region.page_bytes * 8 for region in attention)

@@ -9,7 +9,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, StatePages
 from kvconnect.node.engine import Runner
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models import CacheSizing, build_model
+from kvconnect.node.models import build_model
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups
@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, name: str, prompt: list[int]) -> None:
         model = build_model(name)
         options = NodeOptions(num_blocks=128, max_num_seqs=2, max_model_len=1024)
-        self.cache = NodeCache(model.layout(CacheSizing(None, 1024)), options)
+        self.cache = NodeCache(model.layout(None, 1024), options)
         self.runner = Runner(model, self.cache)
         self.prompt = prompt
         self.blocks, first = [], 3
