@@ -91,7 +91,7 @@ def _loading(name: str, prompt: list[int], **options: object):
     d.engine.runner.zeroer.zero_block_ids = lambda ids: zeroed.extend(ids) or zero(ids)
     d.submit("r", prompt, 20, params)
     d.steps(1)
-    assert decode.pending == ["r"]
+    assert decode.asked == ["r"]
     return d, decode, zeroed
 
 
