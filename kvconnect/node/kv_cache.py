@@ -72,9 +72,6 @@ class NodeCache:
             max_tokens=options.max_num_batched_tokens,
             device=self.device,
         )
-        self.state_groups = frozenset(
-            index for index, group in enumerate(self.config.groups) if group.is_state
-        )
         self.group_of = {
             name: self.config.group_of(name) for g in self.config.groups for name in g.layer_names
         }

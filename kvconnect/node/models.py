@@ -67,9 +67,8 @@ class Mixer(Protocol):
 # --- layers: weights, norms, rotary positions, MLP, and what mixes tokens ---
 
 NORM_EPSILON = 1e-6
-ROPE_BASE = 10_000.0
-HIDDEN = 128
-"""The width between layers."""
+VOCAB, HIDDEN = 512, 128
+"""The number of tokens, and the width between layers."""
 
 
 class WeightSource:
@@ -98,13 +97,10 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, step: StepContext) -> torch.Tensor:
     """Rotary position embedding of ``x``, shape ``(tokens, heads, width)`` with an even width."""
-    half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-torch.arange(half, dtype=COMPUTE_DTYPE, device=x.device) / half)
-    angles = positions.to(COMPUTE_DTYPE)[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    left, right = x[..., :half], x[..., half:]
+    left, right = x.chunk(2, dim=-1)
+    cos, sin = step.turns(left.shape[-1])
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 
 
@@ -131,8 +127,8 @@ class ChaoticHead:
 
     GAIN = 1e5
 
-    def __init__(self, weights: WeightSource, vocab_size: int) -> None:
-        self._weight = weights.matrix(HIDDEN, vocab_size)
+    def __init__(self, weights: WeightSource) -> None:
+        self._weight = weights.matrix(HIDDEN, VOCAB)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Greedy tokens of shape ``(n,)`` for hidden states of shape ``(n, hidden)``."""
@@ -162,8 +158,8 @@ class GroupedAttention:
         self._output = weights.matrix(self._heads * self._head_size, hidden)
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        query = rotate((x @ self._query).view(-1, self._heads, self._head_size), step.positions)
-        keys = rotate((x @ self._key).view(-1, self._kv_heads, self._head_size), step.positions)
+        query = rotate((x @ self._query).view(-1, self._heads, self._head_size), step)
+        keys = rotate((x @ self._key).view(-1, self._kv_heads, self._head_size), step)
         values = (x @ self._value).view(-1, self._kv_heads, self._head_size)
         mixed = step.attend(self.name, query, keys, values, window=self._window)
         return mixed.flatten(1) @ self._output
@@ -194,12 +190,12 @@ class LatentAttention:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         row = x @ self._down
         latent = rms_norm(row[:, : self._latent])
-        rotary = rotate(row[:, None, self._latent :], step.positions)
+        rotary = rotate(row[:, None, self._latent :], step)
         keys = torch.cat((latent[:, None], rotary), dim=-1)
         query = (x @ self._query).view(-1, self._heads, self._latent + self._rotary)
-        turned = rotate(query[..., self._latent :], step.positions)
+        turned = rotate(query[..., self._latent :], step)
         query = torch.cat((query[..., : self._latent], turned), dim=-1)
-        mixed = step.attend(self.name, query, keys, None, value_width=self._latent)
+        mixed = step.attend(self.name, query, keys, None)[..., : self._latent]
         return torch.einsum("thl,hlv->thv", mixed, self._up_values).flatten(1) @ self._output
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
@@ -334,16 +330,14 @@ RECIPES = {
 class Model:
     """A decoder with random weights: embedding, pre-norm layers, the greedy head, perhaps a draft layer."""
 
-    vocab_size = 512
-
     def __init__(self, name: str, recipe: Recipe, weights: WeightSource) -> None:
         self.name = name
         self._recipe = recipe
-        self._embedding = weights.normal((self.vocab_size, HIDDEN))
-        self._head = ChaoticHead(weights, self.vocab_size)
+        self._embedding = weights.normal((VOCAB, HIDDEN))
+        self._head = ChaoticHead(weights)
         self._mixers = recipe.mixers(weights)
         self._mlps = [Mlp(weights) for _ in self._mixers]
-        self._draft = DraftModel(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
+        self._draft = DraftModel(recipe.draft, weights) if recipe.draft is not None else None
 
     def layout(
         self, block_size: int | None, max_model_len: int, dtype: torch.dtype = CACHE_DTYPE
@@ -383,13 +377,11 @@ class Model:
 class DraftModel:
     """One layer and a head behind a main model: see ``Recipe``."""
 
-    def __init__(
-        self, mixer: Callable[[WeightSource], Mixer], weights: WeightSource, vocab_size: int
-    ) -> None:
+    def __init__(self, mixer: Callable[[WeightSource], Mixer], weights: WeightSource) -> None:
         self._input = weights.matrix(2 * HIDDEN, HIDDEN)
         self.mixer = mixer(weights)
         self._mlp = Mlp(weights)
-        self._head = ChaoticHead(weights, vocab_size)
+        self._head = ChaoticHead(weights)
 
     def __call__(
         self, hidden: torch.Tensor, embedded: torch.Tensor, step: StepContext, sampled: torch.Tensor

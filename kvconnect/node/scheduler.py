@@ -71,7 +71,6 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(options.max_num_seqs))[::-1]
-        self._released_rows: list[int] = []
         self._has_warned = False
 
     # --- coming and going -------------------------------------------------------------------------
@@ -149,7 +148,6 @@ class Scheduler:
     def _release_row(self, request: Request) -> None:
         assert request.row is not None
         self._free_rows.append(request.row)
-        self._released_rows.append(request.row)
         request.row = None
 
     # --- one step ---------------------------------------------------------------------------------
@@ -170,7 +168,6 @@ class Scheduler:
             index += 1
         if self.counts.preemptions == preempted:
             self._admit(budget, step)
-        step.released_rows, self._released_rows = self._released_rows, []
         return step
 
     def _chunk_tokens(self, request: Request, budget: int) -> int:

@@ -44,6 +44,7 @@ from kvconnect.node.http_server import (
     read_body,
     request_id_of,
 )
+from kvconnect.node.models import VOCAB
 from kvconnect.node.request import Failure, Output, Request
 from kvconnect.transfer.params import is_release
 
@@ -119,7 +120,7 @@ class CompletionBody(Struct, kw_only=True):
     stop: Any = None
     suffix: Any = None
 
-    def prompt_token_ids(self, vocab_size: int) -> list[int]:
+    def prompt_token_ids(self) -> list[int]:
         """The prompt as token ids; a text's token ids are its bytes.
 
         Raises ``BadRequest`` for an empty prompt, or an unknown token.
@@ -130,8 +131,8 @@ class CompletionBody(Struct, kw_only=True):
             raise BadRequest(f"prompt is not valid Unicode: {error}") from error
         if not ids:
             raise BadRequest("prompt is empty, it must have at least one token")
-        if max(ids) >= vocab_size:
-            raise BadRequest(f"prompt has token {max(ids)}, token ids are from 0 to {vocab_size - 1}")
+        if max(ids) >= VOCAB:
+            raise BadRequest(f"prompt has token {max(ids)}, token ids are from 0 to {VOCAB - 1}")
         return ids
 
 
@@ -318,7 +319,7 @@ class NodeServer:
 
     def _request(self, engine_id: str, body: CompletionBody) -> Request:
         """A request that the engine can serve. Raises ``BadRequest`` with the reason if it cannot."""
-        prompt = body.prompt_token_ids(self._engine.vocab_size)
+        prompt = body.prompt_token_ids()
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if refusal := self._engine.refusal(len(prompt), max_tokens):
             raise BadRequest(refusal)

@@ -69,7 +69,7 @@ def test_every_row_that_landed_is_the_cast_of_the_one_that_was_held(name, ours, 
         assert d.last("r").cached_tokens == LENGTH - 1
         cache, compared = d.engine.runner.cache, 0
         for layer, group in cache.group_of.items():
-            if group in cache.state_groups:
+            if cache.config.groups[group].is_state:
                 continue
             for held, landed in zip(
                 rows(p, layer, held_ids[group]), rows(d, layer, landed_ids[group]), strict=True

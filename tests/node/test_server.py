@@ -365,7 +365,6 @@ class IdleEngine:
     """An engine that ends a request when it is told to, and an aborted one no sooner."""
 
     options = NodeOptions(model="m", max_model_len=100)
-    vocab_size = 512
     alive = True
 
     def __init__(self):
