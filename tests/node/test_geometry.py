@@ -92,7 +92,7 @@ def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     assert fp8.complete(prompt) != answer_of(prompt, model=name)
 
 
-def test_the_identity_has_the_cache_dtype_unless_it_is_converted():
+def test_the_identity_has_the_seed_and_the_cache_dtype_unless_it_is_converted():
     model, names = build_model("gqa"), Naming("h", 16)
     plain, converted = (
         {
@@ -104,6 +104,7 @@ def test_the_identity_has_the_cache_dtype_unless_it_is_converted():
     assert plain["auto"] == plain["bf16"] != plain["fp8_e4m3"]
     assert plain["fp8_e4m3"].text("cache dtype") == "float8_e4m3fn"
     assert converted["bf16"] == converted["fp8_e4m3"]
+    assert plain["auto"] != identity(NodeOptions(seed=1), model, names)
     assert all(differences(converted["bf16"], one) for one in plain.values())
 
 
