@@ -7,9 +7,7 @@ come through pack, streaming and offload as those of any other.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -22,17 +20,16 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.host import KeptBlocks
-from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.agreement import table_refusal
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.leases import Lease
 from kvconnect.transfer.orders import Progress
-from kvconnect.transfer.stack import Computed, RankCache, Step
+from kvconnect.transfer.stack import RankCache
 from tests.caches import attention_layer, block_values, fill_random
 from tests.identities import named
+from tests.offload.half_kit import Kind
+from tests.offload.test_offload_scheduler import check_hits, traffic
 from tests.slots import carry_over
 
 HEADS, CONTENT = 2, 8
@@ -185,140 +182,32 @@ def test_peers_that_do_not_know_it_refuse_it():
     assert "no rule 'Unheard 4 6' of what layers see; known: " in (table_refusal(unknown) or "")
 
 
-@dataclass
-class Request:
-    """``every`` are the tokens of prompt and answer; of the answer, the stack learns each a step late."""
+@dataclass(frozen=True)
+class FirstAndLastKind(Kind):
+    """The kind as a group of the stack that knows what every block and row of the offload should hold."""
 
-    request_id: str
-    every: list[int]
-    num_tokens: int
-    kv_transfer_params: None = None
-    ids: list[list[int]] = field(default_factory=lambda: [[], []])
+    sinks: int = 1
+    last: int = 1
 
+    def spec(self):
+        rule = {"sinks": self.sinks, "last": self.last}
+        return KVCacheGroup((f"{id(self)}",), FirstAndLastSpec(self.tokens, 1, 1, torch.int8, **rule))
 
-class Stack:
-    """One node: both halves of the offload, and a pool of few blocks that are written anew when reused."""
-
-    def __init__(self, sinks: int, last: int, step_tokens: int) -> None:
-        self.side = Side(60, 4, 1, sinks, last, 77)
-        self.sees, self.step_tokens = (sinks, last), step_tokens
-        self.free = list(range(1, 60))
-        config = OffloadConfig(cpu_bytes=1 << 20, checkpoint_tokens=16)
-        cache = RankCache(self.side.config, self.side.kernels, self.side.tensors)
-        self.worker = OffloadWorker(config, cache, identity=named())
-        kept = KeptBlocks(
-            self.side.config.groups,
-            HitRequirements.of(self.side.config.groups, self.worker.row_bytes, 4),
-            hashes=lambda request, size: [
-                sha256(repr(request.every[:end]).encode()).digest()
-                for end in range(size, request.num_tokens + 1, size)
-            ],
-            row_bytes=self.worker.row_bytes,
-            clock=time.monotonic,
-        )
-        self.half = OffloadScheduler(config, kept)
-
-    def content(self, request: Request, layer: int, token: int) -> torch.Tensor:
-        """What a layer keeps of a token: bits that depend on all tokens so far."""
-        name = sha256(repr((layer, request.every[: token + 1])).encode()).digest()
-        return torch.frombuffer(bytearray(name), dtype=torch.int16).reshape(HEADS, CONTENT)
-
-    def grow(self, request: Request, computed: int, end: int) -> list[list[int]]:
-        """Free what no later token reads, and give blocks up to ``end``. The new ones, by group."""
-        new = []
-        for group, ids in enumerate(request.ids):
-            for at in range(len(ids) if group else 0):
-                span = range(at * 4, min(at * 4 + 4, computed))
-                if ids[at] and len(span) == 4 and not any(is_read(t, computed, *self.sees) for t in span):
-                    # The next to get it is the next to ask.
-                    self.free.insert(0, ids[at])
-                    ids[at] = 0
-            given = []
-            for at in range(len(ids), -(-end // 4)):
-                span = range(at * 4, at * 4 + 4)
-                unread = (
-                    group and span[-1] < computed and not any(is_read(t, computed, *self.sees) for t in span)
-                )
-                given.append(0 if unread else self.free.pop(0))
-            ids += given
-            new.append(given)
-        return new
-
-    def step(self, work=lambda: None) -> None:
-        """Orders, a step of the device, and what came of them."""
-        orders = self.half.build_orders()
-        self.worker.before_step(orders)
-        work()
-        self.worker.start(orders)
-        until = time.monotonic() + 20
-        while any(self.worker.state().values()):
-            self.half.update_results(self.worker.results())
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        self.half.update_results(self.worker.results())
-
-    def compute(self, request: Request, start: int, end: int) -> None:
-        """Check all that the step reads, and write what it computes. What is free is written by others."""
-        for group, name in enumerate(self.side.tensors):
-            tensor = self.side.tensors[name].tensor.view(torch.int16)
-            tensor[self.free] = 0x5555
-            ids = request.ids[group]
-            for token in range(start):
-                if not group or any(is_read(token, at, *self.sees) for at in range(start, end)):
-                    found = tensor[ids[token // 4], token % 4]
-                    assert torch.equal(found, self.content(request, group, token)), (name, token)
-            for token in range(start, end):
-                tensor[ids[token // 4], token % 4] = self.content(request, group, token)
-
-    def run(self, request: Request) -> int:
-        """Serve a prompt. How many of its tokens were restored."""
-        self.half.new_request(request)
-        restored, _ = self.half.matched_tokens(request, 0)
-        assert restored is not None
-        new = self.grow(request, restored, restored)
-        self.half.update_after_alloc(request, request.ids, restored)
-        if restored:
-            self.step()
-        at, prompt, untold = restored, request.num_tokens, None
-        while at < len(request.every):
-            end = min(at + self.step_tokens, prompt) if at < prompt else at + 1
-            new = [a + b for a, b in zip(new, self.grow(request, at, end), strict=True)]
-            if untold is not None:
-                # By now the next step was given its blocks, those among them that this one was freed of.
-                self.half.launched(Step((Computed(request.request_id, *untold),)))
-                request.num_tokens = max(prompt, untold[0])
-            self.step(lambda at=at, end=end: self.compute(request, at, end))
-            untold, new, at = (end, new), [[], []], end
-        self.half.launched(Step((Computed(request.request_id, *untold),)))
-        request.num_tokens = len(request.every)
-        self.half.request_finished(request, request.ids)
-        for ids in request.ids:
-            self.free[:0] = [block for block in ids if block]
-        self.step()
-        return restored
+    def sees(self, earlier, token):
+        return is_read(earlier, token, self.sinks, self.last)
 
 
-@settings(deadline=None, max_examples=15)
-@given(st.integers(1, 12), st.integers(1, 8), st.integers(4, 24), st.data())
-def test_the_offload_restores_it(sinks, last, step_tokens, data):
-    stack = Stack(sinks, last, step_tokens)
-    try:
-        prompts = []
-        for serial in range(data.draw(st.integers(2, 4))):
-            base = data.draw(st.sampled_from(prompts)) if prompts else []
-            shared = data.draw(st.integers(0, len(base)))
-            fresh = data.draw(st.integers(1, 50))
-            prompts.append([*base[:shared], *range(1000 * serial, 1000 * serial + fresh)][:90])
-            every = prompts[-1] + [-serial - 1] * data.draw(st.integers(0, 30))
-            stack.run(Request(f"r{serial}", every, len(prompts[-1])))
-            # What goes on from the end of an answer is restored, and checked where it is computed.
-            longer = [*every[: max(1, len(every) - data.draw(st.integers(0, 3)))], *range(5)]
-            stack.run(Request(f"on{serial}", longer, len(longer)))
-        for serial, prompt in enumerate(prompts):
-            # The same prompt again: all of it but the last token's block is there.
-            restored = stack.run(Request(f"again{serial}", prompt, len(prompt)))
-            assert restored == (len(prompt) - 1) // 4 * 4
-        assert not any(stack.half.state().values())
-        assert sorted(stack.free) == list(range(1, 60))
-    finally:
-        stack.worker.close()
+@settings(deadline=None, max_examples=40)
+@given(traffic(), st.integers(1, 12), st.integers(1, 8), st.sampled_from([0, 16]), st.integers(1, 12))
+def test_the_offload_restores_it(case, sinks, last, checkpoint, max_new):
+    _, align, prompts = case
+    kinds = Kind(4), FirstAndLastKind(4, sinks=sinks, last=last)
+    check_hits(kinds, align, prompts, checkpoint, max_new)
+
+
+def test_a_worker_has_rows_for_it():
+    side = Side(60, 4, 1, 4, 6, 77)
+    cache = RankCache(side.config, side.kernels, side.tensors)
+    worker = OffloadWorker(OffloadConfig(cpu_bytes=1 << 20), cache, identity=named())
+    assert worker.row_bytes == {0: 4 * HEADS * CONTENT * 2, 1: 4 * HEADS * CONTENT * 2}
+    worker.close()

@@ -1,6 +1,7 @@
-"""A real pair behind a real router, each in its own process, and everything a client may get wrong.
+"""A real pair behind a real router, each in its own process, and what a client may get wrong.
 
-After each wrong request the nodes must still serve right ones, and nothing may be left over.
+After each wrong request the nodes must still serve right ones, and nothing may be left over. Every reason
+for a refusal is tried in process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from urllib.parse import urlsplit
@@ -47,7 +47,7 @@ PORTS = {"prefill": free_port(), "decode": free_port()}
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    """P, D, two nodes of both roles that recompute, a P with other weights, one alone, and a router."""
+    """P, D, two nodes of both roles that recompute, one alone, and a router."""
     with Children(tmp_path_factory.mktemp("pair")) as children:
         start = functools.partial(serve, children, **EXTRA)
         made = {
@@ -55,7 +55,6 @@ def nodes(tmp_path_factory):
             "decode": start("decode", "kv_consumer", *FOR_D, port=PORTS["decode"]),
             "both": start("both", "kv_both", policy="recompute"),
             "second": start("second", "kv_both", *FOR_D, policy="recompute"),
-            "other": start("other", "kv_producer", "--seed", "1"),
             "alone": alone(children),
         }
         urls = {name: child.wait_ready() for name, child in made.items()}
@@ -73,7 +72,7 @@ def still_serving(request):
     if "nodes" in request.fixturenames:
         nodes = request.getfixturevalue("nodes")
         assert tokens(nodes["router"], PROMPT) == request.getfixturevalue("expected")
-        assert_at_rest(*(nodes[name] for name in ("prefill", "decode", "both", "second", "other")))
+        assert_at_rest(*(nodes[name] for name in ("prefill", "decode", "both", "second")))
 
 
 def refused(url, params, prompt):
@@ -151,10 +150,6 @@ def signed_anew(params, **change):
     return {**params, **repeated, "kvconnect_handle": handles.make(claims)}
 
 
-def changed(**change):
-    return lambda params: {**params, **change}
-
-
 ELSEWHERE = {"remote_host": "192.0.2.1", "remote_port": 1}
 
 
@@ -162,14 +157,8 @@ ELSEWHERE = {"remote_host": "192.0.2.1", "remote_port": 1}
     ("change", "said"),
     [
         (lambda params: signed_anew(params, name="made-up"), "no request is held under this handle"),
-        (changed(kvconnect_handle="made-up"), "kv_transfer_params.kvconnect_handle is of no use"),
-        (
-            lambda _: {"do_remote_prefill": True, "transfer_id": "t", **ELSEWHERE},
-            "192.0.2.1:1, which no signed handle has named",
-        ),
         (lambda params: signed_anew(params, expires_at=time.time() - 100), "it expired 100 s ago"),
-        (changed(remote_port="56x0"), "kv_transfer_params.remote_port is '56x0'"),
-        (lambda params: signed_anew(params, port=CLOSED), "nothing listens at 127.0.0.1:"),
+        (lambda params: {**params, "remote_port": "56x0"}, "kv_transfer_params.remote_port is '56x0'"),
     ],
 )
 def test_parameters_of_no_use_are_refused_by_name(nodes, change, said, request):
@@ -177,21 +166,10 @@ def test_parameters_of_no_use_are_refused_by_name(nodes, change, said, request):
     assert said in refused(nodes["decode"], change(prefilled(nodes["prefill"], prompt)), prompt)
 
 
-CLOSED = free_port()
-
-
 def test_a_client_cannot_send_d_to_another_address(nodes):
     prompt = prompt_of(200, "elsewhere")
     params = {**prefilled(nodes["prefill"], prompt), **ELSEWHERE}
     assert tokens(nodes["decode"], prompt, kv_transfer_params=params), "the handle says where it is"
-
-
-def test_a_handle_that_was_used_already(nodes):
-    prompt = prompt_of(200, "used")
-    params = prefilled(nodes["prefill"], prompt)
-    # Another node, or D would take it from its prefix cache.
-    tokens(nodes["both"], prompt, kv_transfer_params=params)
-    assert "no longer held" in refused(nodes["decode"], params, prompt)
 
 
 @pytest.mark.parametrize("length", [201, 200])
@@ -205,26 +183,6 @@ def test_the_handle_of_another_prompt_is_left_to_that_one(nodes, length):
     assert grown(nodes["decode"], before, "failures_total", reason="prompt_differs") == 1
     assert tokens(nodes["decode"], own, kv_transfer_params=params) == tokens(nodes["alone"], own)
     assert grown(nodes["decode"], before, "transfers_total", direction="received", outcome="ok") == 1
-
-
-def test_a_prefill_node_that_accepts_and_stays_silent(nodes):
-    prompt = prompt_of(200, "silent")
-    params = prefilled(nodes["prefill"], prompt)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        said = refused(nodes["decode"], signed_anew(params, port=silent.getsockname()[1]), prompt)
-    assert "did not answer the greeting within 2 s" in said
-
-
-def test_two_nodes_with_different_weights(nodes):
-    prompt = prompt_of(200, "weights")
-    said = refused(nodes["decode"], prefilled(nodes["other"], prompt), prompt)
-    assert all(words in said for words in ("peer has other weights", "seed=0", "seed=1"))
-
-
-def test_recompute_serves_what_could_not_be_loaded(nodes):
-    prompt = prompt_of(200, "recomputed")
-    params = {**prefilled(nodes["prefill"], prompt), "kvconnect_handle": "made-up"}
-    assert tokens(nodes["both"], prompt, kv_transfer_params=params) == tokens(nodes["alone"], prompt)
 
 
 def test_a_prompt_longer_than_the_cache(nodes):
@@ -328,7 +286,7 @@ def test_what_is_held_can_be_fetched_before_the_node_ends(tmp_path, is_fetched):
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory):
-    """P, a D that it knows, one that it does not, and one that is insecure; and the folders of their keys."""
+    """P, a D that it knows, and one that it does not; and the folders of their keys."""
     folder = tmp_path_factory.mktemp("keys")
     publics = {name: make_folder(folder / name) for name in ("p", "known", "stranger")}
     introduce(folder / "p", "known", publics["known"], "192.0.2.1")
@@ -336,11 +294,10 @@ def keyed(tmp_path_factory):
         introduce(folder / name, "p", publics["p"], "127.0.0.0/8")
     with Children(tmp_path_factory.mktemp("keyed")) as children:
         started = {}
-        for name in ("p", "known", "stranger", "insecure"):
-            keys = {"insecure": True} if name == "insecure" else {"keys_dir": str(folder / name)}
+        for name in ("p", "known", "stranger"):
             role = "kv_producer" if name == "p" else "kv_consumer"
-            one = serve(children, name, role, "--num-threads", "1", lease_s=10, peer_timeout_s=4, **keys)
-            started[name] = one
+            settings = {"lease_s": 10, "peer_timeout_s": 4, "keys_dir": str(folder / name)}
+            started[name] = serve(children, name, role, "--num-threads", "1", **settings)
         urls = {name: child.wait_ready() for name, child in started.items()}
         yield {**urls, "folder": folder, "publics": publics}
 
@@ -371,8 +328,3 @@ def test_who_is_not_known_is_told_so_until_it_is_added_while_both_run(keyed):
             return False
 
     until(is_served, 20, every_s=0.5)
-
-
-def test_who_has_no_key_is_told_so(keyed):
-    with pytest.raises(BadAnswer, match="the prefill node has keys, this one is insecure"):
-        fetched(keyed, "insecure", 4)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urlsplit
 
 import pytest
 
 from kvconnect.node.children import BadAnswer, Children, fetch_json, read_metrics
 from kvconnect.node.pair_demo import ask
 from tests.pair_kit import (
-    ASK_FOR_KV,
     FOR_D,
     alone,
     assert_at_rest,
@@ -136,31 +132,6 @@ def test_two_requests_of_one_transfer_id_on_one_decode_node_are_both_right(nodes
         got = [one.result(DEADLINE_S)["choices"][0]["token_ids"] for one in asked]
     assert got == [tokens(nodes["alone"], prompt)] * 2
     assert grown(nodes["decode"], before, "transfers_total", direction="received") == 1
-
-
-def test_an_aborted_prefill_fails_the_decode_request_at_once(nodes):
-    prompt = prompt_of(3900, "aborted")
-    channel = channel_of(nodes)
-    parts = urlsplit(nodes["prefill"])
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
-    params = {**ASK_FOR_KV, "transfer_id": "aborted"}
-    body = {"model": "gqa", "prompt": prompt, "max_tokens": 64, "kv_transfer_params": params}
-    with ThreadPoolExecutor(1) as pool:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        asked = pool.submit(ask_d, nodes, prompt, "aborted", channel)
-        state = nodes["prefill"] + "/debug/state"
-        until(lambda: fetch_json(state)["connector"]["pending_fetches"], DEADLINE_S, every_s=0.01)
-        connection.close()
-        with pytest.raises(BadAnswer, match="the prefill was aborted, or failed"):
-            asked.result(DEADLINE_S)
-
-
-def test_a_transfer_id_of_no_use_is_computed_and_not_held(nodes):
-    before = read_metrics(nodes["prefill"])
-    assert not prefilled(nodes["prefill"], prompt_of(40, "bad id"), transfer_id="é")
-    until(lambda: grown(nodes["prefill"], before, "failures_total", reason="transfer_id") == 1)
-    with pytest.raises(BadAnswer, match="kv_transfer_params.transfer_id is .*, accepted: printable ASCII"):
-        ask_d(nodes, prompt_of(40, "bad id"), "é", {"remote_host": "h", "remote_port": 1})
 
 
 def test_a_prompt_that_the_prefill_node_refuses_is_refused(nodes):

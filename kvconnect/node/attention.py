@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # The dtype of all computation; the cache's dtype is coarser.
 COMPUTE_DTYPE = torch.float64
+ROPE_BASE = 10_000.0
 # Query rows per call: bounds the score matrix of a long prompt's chunk.
 QUERY_SLICE = 256
 
@@ -139,7 +140,6 @@ class PagedAttention:
         table: torch.Tensor,
         *,
         window: int | None,
-        value_width: int | None,
     ) -> torch.Tensor:
         """As ``StepContext.attend``, after the batch's keys and values were stored.
 
@@ -150,7 +150,7 @@ class PagedAttention:
             read = segment.pages(self.page_tokens, window)
             ids = table[segment.row, read.start : read.stop].long()
             keys = pages.keys.gather(ids)
-            values = keys[..., :value_width] if pages.values is None else pages.values.gather(ids)
+            values = keys if pages.values is None else pages.values.gather(ids)
             positions = torch.arange(segment.start, segment.start + segment.length, device=ids.device)
             key = torch.arange(read.start * self.page_tokens, read.stop * self.page_tokens, device=ids.device)
             whole = (query[segment.span], positions[:, None])
@@ -195,10 +195,18 @@ class StepContext:
         self.tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
         self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group, size in cache.kernel_block_sizes.items():
-            if group not in cache.state_groups:
-                # A padded token has no slot, and gets one of the null block.
-                slots = cache.tables.slots(group)[:count].clamp(min=0)
-                self._slots[group] = slots // size, slots % size
+            # A padded token has no slot, and gets one of the null block.
+            slots = cache.tables.slots(group)[:count].clamp(min=0)
+            self._slots[group] = slots // size, slots % size
+        self._turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def turns(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotary angles at each position, of shape ``(tokens, 1, half)``."""
+        if half not in self._turns:
+            exponents = -torch.arange(half, dtype=COMPUTE_DTYPE, device=self.positions.device) / half
+            angles = self.positions.to(COMPUTE_DTYPE)[:, None, None] * ROPE_BASE**exponents
+            self._turns[half] = angles.cos(), angles.sin()
+        return self._turns[half]
 
     def states(self, layer: str) -> Iterator[RequestStates]:
         """A recurrent layer's states of all requests of the step, in batch order."""
@@ -217,17 +225,15 @@ class StepContext:
         values: torch.Tensor | None,
         *,
         window: int | None = None,
-        value_width: int | None = None,
     ) -> torch.Tensor:
         """Store the batch's keys and values, then attend over the cache.
 
         ``query`` is ``(tokens, query heads, width)``, ``keys`` and ``values`` ``(tokens, kv heads, ..)``.
-        With ``values`` None the first ``value_width`` columns of the key rows are the values.
-        Returns ``(tokens, query heads, value width)``.
+        With ``values`` None the key rows are the values. Returns ``(tokens, query heads, value width)``.
         """
         pages, table = self._store(layer, keys, values), self.tables[self.cache.group_of[layer]]
         attention = self.cache.layer_attention[layer]
-        return attention.attend(pages, query, self.segments, table, window=window, value_width=value_width)
+        return attention.attend(pages, query, self.segments, table, window=window)
 
     def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
         pages = self.cache.pages[layer]

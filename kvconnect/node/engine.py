@@ -46,8 +46,6 @@ class Runner:
 
     def prepare(self, step: EngineStep) -> None:
         """Bring the block tables up to date, then zero fresh blocks. Loads need both as well."""
-        for row in step.released_rows:
-            self.cache.tables.clear_row(row)
         for row, block_ids in step.new_rows:
             self.cache.tables.append_block_ids(row, block_ids, overwrite=True)
         for row, block_ids in step.grown_rows:
@@ -94,7 +92,6 @@ class NodeEngine:
         self.scheduler = scheduler
         self.runner = runner
         self.options = scheduler.options
-        self.vocab_size = runner.model.vocab_size
         self.worker = connector.worker
         self.offload_state = connector.offload_state
         self.snapshot = self._take_snapshot(steps=0)

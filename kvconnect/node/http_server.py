@@ -60,12 +60,10 @@ def app_runner(app: web.Application, **more: Any) -> web.AppRunner:
     )
 
 
-async def read_body(
-    request: web.Request, timeout_s: float, read: Callable[[web.Request], Awaitable[bytes]] = web.Request.read
-) -> bytes:
+async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """The body of a request. Raises ``BadRequest``: it did not arrive in time or whole, or is too long."""
     try:
-        return await asyncio.wait_for(read(request), timeout_s)
+        return await asyncio.wait_for(request.read(), timeout_s)
     except asyncio.TimeoutError:
         text = f"the request's body did not arrive within {timeout_s:g} s"
         raise BadRequest(text, status=408) from None

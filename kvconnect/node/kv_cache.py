@@ -19,7 +19,7 @@ from kvconnect.cache.specs import (
     StateSpec,
     div_exact,
 )
-from kvconnect.errors import ConfigError, LayoutError
+from kvconnect.errors import ConfigError
 from kvconnect.node.attention import (
     AttentionPages,
     LayerPages,
@@ -72,9 +72,6 @@ class NodeCache:
             max_tokens=options.max_num_batched_tokens,
             device=self.device,
         )
-        self.state_groups = frozenset(
-            index for index, group in enumerate(self.config.groups) if group.is_state
-        )
         self.group_of = {
             name: self.config.group_of(name) for g in self.config.groups for name in g.layer_names
         }
@@ -116,8 +113,6 @@ class NodeCache:
         if isinstance(spec, StateSpec):
             pages = storage[: self.config.num_blocks * spec.page_size_bytes].view(self.config.num_blocks, -1)
             return pages[:, : spec.content_bytes]
-        if spec.page_size_bytes != spec.content_bytes:
-            raise LayoutError(f"layer {layer.name!r} pads its attention pages; this cache pads states only")
         axes = layer.axes.split()
         # Keys and values of a layer with heads lie in separate planes, or side by side.
         has_heads = isinstance(spec, FullAttentionSpec)

@@ -30,15 +30,6 @@ CACHE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class CacheSizing:
-    """The operator's choices: block size (None: the model's own), longest sequence, cache dtype."""
-
-    block_size: int | None
-    max_model_len: int
-    cache_dtype: torch.dtype = CACHE_DTYPE
-
-
-@dataclass(frozen=True)
 class CachedLayer:
     """One layer's cache: the contents of a block, the order of dimensions, the attention backend.
 
@@ -76,9 +67,8 @@ class Mixer(Protocol):
 # --- layers: weights, norms, rotary positions, MLP, and what mixes tokens ---
 
 NORM_EPSILON = 1e-6
-ROPE_BASE = 10_000.0
-HIDDEN = 128
-"""The width between layers."""
+VOCAB, HIDDEN = 512, 128
+"""The number of tokens, and the width between layers."""
 
 
 class WeightSource:
@@ -107,13 +97,10 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, step: StepContext) -> torch.Tensor:
     """Rotary position embedding of ``x``, shape ``(tokens, heads, width)`` with an even width."""
-    half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-torch.arange(half, dtype=COMPUTE_DTYPE, device=x.device) / half)
-    angles = positions.to(COMPUTE_DTYPE)[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    left, right = x[..., :half], x[..., half:]
+    left, right = x.chunk(2, dim=-1)
+    cos, sin = step.turns(left.shape[-1])
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 
 
@@ -140,8 +127,8 @@ class ChaoticHead:
 
     GAIN = 1e5
 
-    def __init__(self, weights: WeightSource, vocab_size: int) -> None:
-        self._weight = weights.matrix(HIDDEN, vocab_size)
+    def __init__(self, weights: WeightSource) -> None:
+        self._weight = weights.matrix(HIDDEN, VOCAB)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Greedy tokens of shape ``(n,)`` for hidden states of shape ``(n, hidden)``."""
@@ -171,8 +158,8 @@ class GroupedAttention:
         self._output = weights.matrix(self._heads * self._head_size, hidden)
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        query = rotate((x @ self._query).view(-1, self._heads, self._head_size), step.positions)
-        keys = rotate((x @ self._key).view(-1, self._kv_heads, self._head_size), step.positions)
+        query = rotate((x @ self._query).view(-1, self._heads, self._head_size), step)
+        keys = rotate((x @ self._key).view(-1, self._kv_heads, self._head_size), step)
         values = (x @ self._value).view(-1, self._kv_heads, self._head_size)
         mixed = step.attend(self.name, query, keys, values, window=self._window)
         return mixed.flatten(1) @ self._output
@@ -203,12 +190,12 @@ class LatentAttention:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         row = x @ self._down
         latent = rms_norm(row[:, : self._latent])
-        rotary = rotate(row[:, None, self._latent :], step.positions)
+        rotary = rotate(row[:, None, self._latent :], step)
         keys = torch.cat((latent[:, None], rotary), dim=-1)
         query = (x @ self._query).view(-1, self._heads, self._latent + self._rotary)
-        turned = rotate(query[..., self._latent :], step.positions)
+        turned = rotate(query[..., self._latent :], step)
         query = torch.cat((query[..., : self._latent], turned), dim=-1)
-        mixed = step.attend(self.name, query, keys, None, value_width=self._latent)
+        mixed = step.attend(self.name, query, keys, None)[..., : self._latent]
         return torch.einsum("thl,hlv->thv", mixed, self._up_values).flatten(1) @ self._output
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
@@ -343,32 +330,32 @@ RECIPES = {
 class Model:
     """A decoder with random weights: embedding, pre-norm layers, the greedy head, perhaps a draft layer."""
 
-    vocab_size = 512
-
     def __init__(self, name: str, recipe: Recipe, weights: WeightSource) -> None:
         self.name = name
         self._recipe = recipe
-        self._embedding = weights.normal((self.vocab_size, HIDDEN))
-        self._head = ChaoticHead(weights, self.vocab_size)
+        self._embedding = weights.normal((VOCAB, HIDDEN))
+        self._head = ChaoticHead(weights)
         self._mixers = recipe.mixers(weights)
         self._mlps = [Mlp(weights) for _ in self._mixers]
-        self._draft = DraftModel(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
+        self._draft = DraftModel(recipe.draft, weights) if recipe.draft is not None else None
 
-    def layout(self, sizing: CacheSizing) -> CacheLayout:
+    def layout(
+        self, block_size: int | None, max_model_len: int, dtype: torch.dtype = CACHE_DTYPE
+    ) -> CacheLayout:
         """The model's cache, with a state padded to the attention page that it shares.
 
-        Raises ``ConfigError`` for a block size that the model cannot use.
+        Without ``block_size`` it is the model's own. Raises ``ConfigError`` for one that it cannot use.
         """
-        size = sizing.block_size or self._recipe.default_block_size
-        if sizing.block_size is None and any(isinstance(m, GatedLinearAttention) for m in self._mixers):
+        size = block_size or self._recipe.default_block_size
+        if block_size is None and any(isinstance(mixer, GatedLinearAttention) for mixer in self._mixers):
             # A state does not shrink with the cache's dtype, so the page that it shares keeps its bytes.
-            size = size * CACHE_DTYPE.itemsize // sizing.cache_dtype.itemsize
-        cached = [mixer.cached(size, sizing.cache_dtype) for mixer in self._mixers]
+            size = size * CACHE_DTYPE.itemsize // dtype.itemsize
+        cached = [mixer.cached(size, dtype) for mixer in self._mixers]
         page_bytes = max(layer.spec.page_size_bytes for layer in cached if layer.backend is not None)
-        cached = [_padded(layer, size, page_bytes, sizing.max_model_len) for layer in cached]
+        cached = [_padded(layer, size, page_bytes, max_model_len) for layer in cached]
         groups = [tuple(cached[index] for index in group) for group in self._recipe.groups]
         if self._draft is not None:
-            groups[0] += (self._draft.mixer.cached(size, sizing.cache_dtype),)
+            groups[0] += (self._draft.mixer.cached(size, dtype),)
         return CacheLayout(tuple(groups), self._recipe.single_storage)
 
     def forward(
@@ -390,13 +377,11 @@ class Model:
 class DraftModel:
     """One layer and a head behind a main model: see ``Recipe``."""
 
-    def __init__(
-        self, mixer: Callable[[WeightSource], Mixer], weights: WeightSource, vocab_size: int
-    ) -> None:
+    def __init__(self, mixer: Callable[[WeightSource], Mixer], weights: WeightSource) -> None:
         self._input = weights.matrix(2 * HIDDEN, HIDDEN)
         self.mixer = mixer(weights)
         self._mlp = Mlp(weights)
-        self._head = ChaoticHead(weights, vocab_size)
+        self._head = ChaoticHead(weights)
 
     def __call__(
         self, hidden: torch.Tensor, embedded: torch.Tensor, step: StepContext, sampled: torch.Tensor

@@ -69,10 +69,7 @@ class Tokens(NamedTuple):
 
 @dataclass(kw_only=True)
 class PairOutcome:
-    """The outcome of one engine with one model. ``gb_per_s`` is received bytes over seconds of transfers.
-
-    ``problems`` is empty exactly if every check passed.
-    """
+    """The outcome of one engine with one model. ``problems`` is empty exactly if every check passed."""
 
     engine: str
     model: str
@@ -82,7 +79,6 @@ class PairOutcome:
     problems: list[str] = field(default_factory=list)
     kv_bytes: int = 0
     transfer_s: float = 0.0
-    gb_per_s: float = 0.0
     lane: str = ""
 
     def report(self, *, json_output: bool) -> None:
@@ -321,8 +317,6 @@ def judge_transfer(
     received = {"direction": "received"}
     outcome.kv_bytes = int(growth(before, after, "kvconnect_transfer_bytes_total", **received))
     outcome.transfer_s = growth(before, after, "kvconnect_transfer_seconds_total", **received)
-    if outcome.transfer_s > 0:
-        outcome.gb_per_s = round(outcome.kv_bytes / outcome.transfer_s / 1e9, 6)
     moved = {pair for pair in after if pair[0] == "kvconnect_transfer_bytes_total"}
     grown = [dict(labels) for name, labels in moved if after[name, labels] > before.get((name, labels), 0.0)]
     outcome.lane = "+".join(sorted({one["lane"] for one in grown if one["direction"] == "received"}))

@@ -24,7 +24,6 @@ class Output:
     """New tokens of a request, and its end if ``finish_reason`` or ``failure`` is set.
 
     ``draft_token_ids`` are the draft model's proposals, None for a model without one.
-    ``kv_block_ids`` are the request's logical blocks by group when it ended.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -32,7 +31,6 @@ class Output:
     finish_reason: str | None = None
     failure: Failure | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
-    kv_block_ids: tuple[list[int], ...] | None = None
     cached_tokens: int = 0
 
     @property
@@ -127,14 +125,12 @@ class EngineStep:
     Attributes:
         new_block_ids_to_zero: fresh blocks of attention groups, whose old bytes could be NaN; without blocks
             that a load fills whole.
-        released_rows: block table rows that no request owns any more.
         new_rows, grown_rows: (row, logical block ids per group) that start a row over, or extend it.
         deferred: a request waits for the connector's answer, so the next step must come soon.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     new_block_ids_to_zero: list[int] = field(default_factory=list)
-    released_rows: list[int] = field(default_factory=list)
     new_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
     grown_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
     deferred: bool = False

@@ -71,7 +71,6 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(options.max_num_seqs))[::-1]
-        self._released_rows: list[int] = []
         self._has_warned = False
 
     # --- coming and going -------------------------------------------------------------------------
@@ -124,10 +123,9 @@ class Scheduler:
 
         ``delivered``: the request has all its tokens.
         """
-        block_ids = request.blocks.snapshot()
         del self.requests[request.request_id]
         self.counts.finished += delivered
-        keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
+        keep, params = self.hooks.request_finished(request, request.blocks.snapshot(), delivered=delivered)
         if request.state is RequestState.WAITING_FOR_KV:
             request.state = RequestState.ABORTED_WHILE_LOADING
         else:
@@ -136,12 +134,8 @@ class Scheduler:
             self.manager.free(request.blocks)
         else:
             self.kept[request.request_id] = request
-        last = replace(
-            output,
-            kv_transfer_params=params if delivered else None,
-            kv_block_ids=block_ids,
-            cached_tokens=request.cached_tokens,
-        )
+        given = params if delivered else None
+        last = replace(output, kv_transfer_params=given, cached_tokens=request.cached_tokens)
         self.outputs.append((request, last))
 
     def _leave_queues(self, request: Request) -> None:
@@ -154,7 +148,6 @@ class Scheduler:
     def _release_row(self, request: Request) -> None:
         assert request.row is not None
         self._free_rows.append(request.row)
-        self._released_rows.append(request.row)
         request.row = None
 
     # --- one step ---------------------------------------------------------------------------------
@@ -175,7 +168,6 @@ class Scheduler:
             index += 1
         if self.counts.preemptions == preempted:
             self._admit(budget, step)
-        step.released_rows, self._released_rows = self._released_rows, []
         return step
 
     def _chunk_tokens(self, request: Request, budget: int) -> int:
@@ -279,7 +271,7 @@ class Scheduler:
     def _ask_connector(self, request: Request, hit: CacheHit) -> int | None:
         """Tokens that can be loaded beyond the hit. None: not known yet, or the request failed."""
         try:
-            external, in_background = self.hooks.matched_tokens(request, hit.num_tokens)
+            external, _ = self.hooks.matched_tokens(request, hit.num_tokens)
         except KVConnectError as error:
             self.waiting.remove(request)
             self._fail(request, Failure(400, str(error)))
@@ -289,11 +281,6 @@ class Scheduler:
             external, kept = self.hooks.settle_notice(request, hit.num_tokens, external)
             request.truncate(kept)
             request.max_tokens = 1
-        if external and not in_background:
-            raise LocalError(
-                f"the connector wants to load {external} tokens of {request.request_id!r} within the step; "
-                "this node loads between steps only"
-            )
         return external
 
     def _start_load(

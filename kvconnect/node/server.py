@@ -6,7 +6,6 @@ Owns connections and answers, on one event loop; the engine's thread queues outp
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import functools
 import itertools
@@ -45,6 +44,7 @@ from kvconnect.node.http_server import (
     read_body,
     request_id_of,
 )
+from kvconnect.node.models import VOCAB
 from kvconnect.node.request import Failure, Output, Request
 from kvconnect.transfer.params import is_release
 
@@ -55,8 +55,6 @@ _ADD_S = 10.0
 """Seconds between two looks at a worker's numbers where nobody asks for them: each costs 80 calls."""
 # The longest body in bytes: a fixed part, and a part for each token that the model can take.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
-# This part of each body is not counted in the bytes of all bodies being read: small bodies always pass.
-_FREE_BODY_BYTES = 64 << 10
 _BACKLOG = 1024
 # Open files of the engine, peers and tiers, beside client connections.
 _OTHER_FILES = 512
@@ -80,14 +78,12 @@ class HttpLimits:
     Attributes:
         max_connections: open connections; more are answered with 503 and closed.
         max_requests: requests in the engine; more are answered with 503.
-        max_bodies_bytes: sum of large bodies being read, at least the largest one; more get 503.
         body_timeout_s: for a client to send its whole body.
         idle_timeout_s: after which a connection without a request is closed.
     """
 
     max_connections: int = 4096
     max_requests: int = 2048
-    max_bodies_bytes: int = 256 << 20
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
 
@@ -106,7 +102,7 @@ class HttpLimits:
 class CompletionBody(Struct, kw_only=True):
     """A checked request body. This node decodes greedily, and gives one choice per request."""
 
-    prompt: str | list[int | list[int]]
+    prompt: str | list[Annotated[int, Meta(ge=0)]]
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
@@ -124,29 +120,19 @@ class CompletionBody(Struct, kw_only=True):
     stop: Any = None
     suffix: Any = None
 
-    def prompt_token_ids(self, vocab_size: int) -> list[int]:
+    def prompt_token_ids(self) -> list[int]:
         """The prompt as token ids; a text's token ids are its bytes.
 
-        Raises ``BadRequest`` for an empty prompt, several prompts, or an unknown token.
+        Raises ``BadRequest`` for an empty prompt, or an unknown token.
         """
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            try:
-                prompt = list(prompt.encode())
-            except UnicodeEncodeError as error:
-                raise BadRequest(f"prompt is not valid Unicode: {error}") from error
-        elif len(prompt) == 1 and isinstance(prompt[0], list):
-            prompt = list(prompt[0])
-        if not prompt:
+        try:
+            ids = list(self.prompt.encode()) if isinstance(self.prompt, str) else self.prompt
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"prompt is not valid Unicode: {error}") from error
+        if not ids:
             raise BadRequest("prompt is empty, it must have at least one token")
-        ids = []
-        for index, token in enumerate(prompt):
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
-                found = token if isinstance(token, int) else "an array"
-                raise BadRequest(
-                    f"prompt[{index}] is {found}, token ids are integers from 0 to {vocab_size - 1}"
-                )
-            ids.append(token)
+        if max(ids) >= VOCAB:
+            raise BadRequest(f"prompt has token {max(ids)}, token ids are from 0 to {VOCAB - 1}")
         return ids
 
 
@@ -224,10 +210,7 @@ class NodeServer:
         self._serials = itertools.count()
         # The queues of requests that the engine has not ended, by engine id.
         self._outputs: dict[str, asyncio.Queue[Output]] = {}
-        # Outputs from the engine's thread, which wakes the event loop once for all of them.
-        self._delivered: collections.deque[tuple[str, Output]] = collections.deque()
-        self._is_woken = False
-        self._in_flight = self._reading_bytes = 0
+        self._in_flight = 0
         self._draining = False
         # What ``start`` has opened, for ``stop`` to close.
         self._opened = contextlib.AsyncExitStack()
@@ -244,7 +227,6 @@ class NodeServer:
         max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
         app = web.Application(client_max_size=max_body_bytes, middlewares=[errors_as_json, _failures_as_json])
         app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -281,9 +263,6 @@ class NodeServer:
         if self._engine.alive and not self._draining:
             return web.json_response({"status": "ok"})
         raise BadRequest("the engine loop has ended or the node is stopping", status=503)
-
-    async def _chat(self, _: web.Request) -> web.Response:
-        raise BadRequest("messages are not supported by this node: send a prompt to /v1/completions")
 
     async def _models(self, _: web.Request) -> web.Response:
         options = self._engine.options
@@ -334,30 +313,13 @@ class NodeServer:
                 self._engine.abort(engine_id)
 
     async def _read(self, http: web.Request) -> CompletionBody:
-        decoded = parse_json(await read_body(http, self._limits.body_timeout_s, self._read_bytes))
+        decoded = parse_json(await read_body(http, self._limits.body_timeout_s))
         session_id = http.headers.get("X-Session-ID")
         return parse_completion(decoded, model=self._engine.options.model, session_id=session_id)
 
-    async def _read_bytes(self, http: web.Request) -> bytes:
-        body, counted, longest = bytearray(), 0, http.client_max_size
-        try:
-            while chunk := await http.content.readany():
-                body += chunk
-                if len(body) > longest:
-                    raise web.HTTPRequestEntityTooLarge(longest, len(body))
-                more = max(0, len(body) - _FREE_BODY_BYTES) - counted
-                if self._reading_bytes + more > max(self._limits.max_bodies_bytes, longest):
-                    text = f"the node reads {self._reading_bytes} bytes of large bodies already"
-                    raise BadRequest(text, status=503)
-                counted += more
-                self._reading_bytes += more
-            return bytes(body)
-        finally:
-            self._reading_bytes -= counted
-
     def _request(self, engine_id: str, body: CompletionBody) -> Request:
         """A request that the engine can serve. Raises ``BadRequest`` with the reason if it cannot."""
-        prompt = body.prompt_token_ids(self._engine.vocab_size)
+        prompt = body.prompt_token_ids()
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if refusal := self._engine.refusal(len(prompt), max_tokens):
             raise BadRequest(refusal)
@@ -370,21 +332,14 @@ class NodeServer:
 
     def _deliver(self, engine_id: str, output: Output) -> None:
         """Queue an output for the event loop. For any thread."""
-        self._delivered.append((engine_id, output))
-        if not self._is_woken:
-            self._is_woken = True
-            # If the loop is closed, no client is left.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._queue)
+        # If the loop is closed, no client is left.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue, engine_id, output)
 
-    def _queue(self) -> None:
-        # Reset first: an output delivered from here on may miss this round, and must wake the loop again.
-        self._is_woken = False
-        while self._delivered:
-            engine_id, output = self._delivered.popleft()
-            outputs = self._outputs.pop(engine_id, None) if output.is_last else self._outputs.get(engine_id)
-            if outputs is not None:
-                outputs.put_nowait(output)
+    def _queue(self, engine_id: str, output: Output) -> None:
+        outputs = self._outputs.pop(engine_id, None) if output.is_last else self._outputs.get(engine_id)
+        if outputs is not None:
+            outputs.put_nowait(output)
 
     async def _until_last(self, request: Request) -> AsyncIterator[Output]:
         """The engine's outputs, or its refusal as a failure."""

@@ -16,7 +16,7 @@ from kvconnect.node.block_manager import BlockManager, BlockPool
 from kvconnect.node.engine import NodeEngine, Runner
 from kvconnect.node.http_server import on_stop_signals
 from kvconnect.node.kv_cache import NodeCache, parse_cache_dtype
-from kvconnect.node.models import CacheSizing, Model, build_model
+from kvconnect.node.models import Model, build_model
 from kvconnect.node.node_connector import Connector, configured_connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.scheduler import Scheduler
@@ -38,7 +38,7 @@ def build_engine(
     pool = BlockPool(options.num_blocks, options.reserved_blocks)
     model = model or build_model(options.model, seed=options.seed, device=device)
     dtype = parse_cache_dtype(options.kv_cache_dtype)
-    layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
+    layout = model.layout(options.block_size, options.max_model_len, dtype)
     cache = NodeCache(layout, options)
     runner = Runner(model, cache)
     connector = connector or configured_connector(options, model, cache, pool)

@@ -70,7 +70,6 @@ class TableOps:
             table.view(-1)[entry] = torch.from_numpy(values).to(table.device)
 
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
-        """See ``BlockTables.gather``."""
         count = len(request_indices)
         for table, batch in zip(self._tables, self._batch, strict=True):
             batch[:count] = table[request_indices]
@@ -79,7 +78,6 @@ class TableOps:
     def compute_slots(
         self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
-        """See ``BlockTables.compute_slots``."""
         for slots in self._slots:
             slots[:num_tokens] = PAD_SLOT
         if not len(indices):
@@ -128,8 +126,7 @@ class BlockTables:
             group: div_exact(block_sizes[group], kernel) for group, kernel in kernel_block_sizes.items()
         }
         self.kernel_block_sizes = dict(kernel_block_sizes)
-        self._groups = tuple(self.blocks_per_kv_block)
-        self._position = {group: index for index, group in enumerate(self._groups)}
+        self._position = {group: index for index, group in enumerate(kernel_block_sizes)}
         self._ratios = tuple(self.blocks_per_kv_block.values())
         self._capacities = tuple(
             max_blocks[group] * ratio for group, ratio in self.blocks_per_kv_block.items()
@@ -143,7 +140,7 @@ class BlockTables:
 
         self._tables, self._batch = tables(), tables()
         self._slots = [
-            torch.full((max_tokens,), PAD_SLOT, dtype=torch.int64, device=device) for _ in self._groups
+            torch.full((max_tokens,), PAD_SLOT, dtype=torch.int64, device=device) for _ in self._position
         ]
         sizes = tuple(kernel_block_sizes.values())
         memory = TableMemory(self._tables, self._batch, self._slots, self._ratios, sizes)
@@ -155,7 +152,7 @@ class BlockTables:
         else:
             self._ops = TableOps(memory)
         self._device = self._tables[0].device if self._tables else torch.device(device)
-        self._counts = np.zeros((max_requests, len(self._groups)), dtype=np.int64)
+        self._counts = np.zeros((max_requests, len(self._position)), dtype=np.int64)
         self._staged = _Staged()
 
     def capacity(self, group: int) -> int:
@@ -188,7 +185,10 @@ class BlockTables:
                 raise LocalError(f"cache group {group} has no block table, but got {len(ids)} block ids")
             ends[index] += len(ids) * self._ratios[index]
             if ends[index] > self._capacities[index]:
-                raise self._overflow(request_index, index, ends[index])
+                raise LocalError(
+                    f"request index {request_index} would hold {ends[index]} kernel blocks in cache group "
+                    f"{group}, whose rows hold {self._capacities[index]}"
+                )
             if min(ids) < 0:
                 raise LocalError(f"cache group {group} got block id {min(ids)}, ids are 0 or more")
         self._staged.touch(request_index)
@@ -292,12 +292,6 @@ class BlockTables:
             return
         for index in (min(request_indices), max(request_indices)):
             self._check_row(int(index))
-
-    def _overflow(self, request_index: int, index: int, end: int) -> LocalError:
-        return LocalError(
-            f"request index {request_index} would hold {end} kernel blocks in cache group "
-            f"{self._groups[index]}, whose rows hold {self._capacities[index]}"
-        )
 
 
 class _Staged:

@@ -46,26 +46,21 @@ class GraphSupport(enum.IntEnum):
 
 
 class AttentionBackend(Protocol):
-    """The interface of an attention backend that a model runner needs."""
+    """An attention backend as a model runner needs it: its name in messages, and what its kernels accept.
+
+    Block sizes are in tokens; ``graph_support`` are the batches for which a CUDA graph can capture it.
+    """
 
     @property
-    def name(self) -> str:
-        """The name of the backend in messages."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def kernel_block_sizes(self) -> Sequence[int | MultipleOf]:
-        """The block sizes, in tokens, that the backend's kernels accept."""
-        ...
+    def kernel_block_sizes(self) -> Sequence[int | MultipleOf]: ...
 
     @property
-    def graph_support(self) -> GraphSupport:
-        """The batches for which a CUDA graph can capture the backend."""
-        ...
+    def graph_support(self) -> GraphSupport: ...
 
-    def make_metadata_builder(self, kernel_block_size: int) -> Any:
-        """A metadata builder for caches with kernel blocks of ``kernel_block_size`` tokens."""
-        ...
+    def make_metadata_builder(self, kernel_block_size: int) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class TritonTableOps(TableOps):
         self._staging = PinnedStaging(tables[0].device, np.int32)
 
     def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
-        """See ``TableOps``. One program per record, or with ``keep_order`` one per row."""
+        """One program per record, or with ``keep_order`` one per row."""
         num_records = len(records)
         starts = np.arange(num_records + 1)
         if keep_order:
@@ -136,7 +136,6 @@ class TritonTableOps(TableOps):
         self._staging.in_use()
 
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
-        """See ``TableOps``."""
         if num_rows:
             grid, count = (num_rows, self._num_groups), len(request_indices)
             _gather_kernel[grid](self._facts, request_indices, count, self._max_requests)
@@ -144,6 +143,5 @@ class TritonTableOps(TableOps):
     def compute_slots(
         self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
-        """See ``TableOps``."""
         grid, given = (len(indices) + 1, self._num_groups), (indices, query_start, positions)
         _slots_kernel[grid](self._facts, *given, len(indices), num_tokens, self._max_requests)

@@ -61,7 +61,6 @@ class FlexAttention(PagedAttention):
         table: torch.Tensor,
         *,
         window: int | None,
-        value_width: int | None,
     ) -> torch.Tensor:
         device, limits = table.device, self.buffers.capacity
         tables = table[torch.tensor([one.row for one in segments], device=device)]
@@ -79,7 +78,7 @@ class FlexAttention(PagedAttention):
             rows = slice(first, first + limits.q_block_size)
             ids = blocks.kv_indices[group, : int(blocks.kv_num_blocks[group])].long()
             keys = pages.keys.gather(ids)
-            values = keys[..., :value_width] if pages.values is None else pages.values.gather(ids)
+            values = keys if pages.values is None else pages.values.gather(ids)
             place = logical[request[rows]][:, ids]
             key = place[..., None] * limits.page_tokens + torch.arange(limits.page_tokens, device=device)
             visible = (place[..., None] >= 0) & (key <= position[rows, None, None])

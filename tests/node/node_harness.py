@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from kvconnect.errors import PeerError
+from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.attention import Backend
 from kvconnect.node.block_manager import BlockPool
 from kvconnect.node.engine import NodeEngine
-from kvconnect.node.models import CacheLayout, CacheSizing, Model, build_model
+from kvconnect.node.models import CacheLayout, Model, build_model
 from kvconnect.node.node_connector import Connector
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import Output, Request
@@ -59,8 +60,8 @@ class OtherBackends:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def layout(self, sizing: CacheSizing) -> CacheLayout:
-        layout = self.model.layout(sizing)
+    def layout(self, *sizing: Any) -> CacheLayout:
+        layout = self.model.layout(*sizing)
         backends = {id(layer.backend): layer.backend for layers in layout.groups for layer in layers}
         changed = {at: None if backend is None else self.change(backend) for at, backend in backends.items()}
         groups = tuple(
@@ -190,13 +191,14 @@ def _computed(prompt: tuple[int, ...], max_tokens: int, **options: object) -> li
     return plain_node(**options).complete(list(prompt), max_tokens)
 
 
-class CopyConnector:
+class CopyConnector(SchedulerHalf):
     """Both halves of one node's connector. Loads copy the pages of ``peer``, when ``release`` says so.
 
     ``fail_with``: loads report this reason instead. ``defer``: how often to answer "ask again".
     """
 
     def __init__(self, peer: Client | None = None, *, hold_loads: bool = False) -> None:
+        super().__init__()
         self.peer = peer
         self.hold_loads = hold_loads
         self.fail_with: str | None = None
@@ -208,7 +210,7 @@ class CopyConnector:
         self.tensors: dict = {}
         self.client: Client | None = None
         self.order_ids: list[str] = []
-        self.pending: list[str] = []
+        self.asked: list[str] = []
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: dict[str, str] = {}
@@ -224,8 +226,6 @@ class CopyConnector:
         return self.client
 
     # scheduler half
-    notices: ClassVar[dict[str, object]] = {}
-
     def prefill_tokens(self, request):
         params = request.kv_transfer_params or {}
         if params.get("bad"):
@@ -243,32 +243,12 @@ class CopyConnector:
         wanted = request.num_tokens - (1 if self.is_state else 0)
         return max(0, wanted - num_computed_tokens), True
 
-    def new_request(self, request):
-        pass
-
-    def is_restored(self, request_id):
-        return False
-
-    def state(self):
-        return {}
-
-    def changes(self):
-        return None
-
-    def checkpoints(self, request):
-        return ()
-
     def update_after_alloc(self, request, block_ids, num_external_tokens):
         self.calls.append(("alloc", request.request_id, num_external_tokens))
         if num_external_tokens:
             self.loaded_once.add(request.request_id)
             self.allocated[request.request_id] = (block_ids, num_external_tokens)
             self.order_ids.append(request.request_id)
-
-    due: ClassVar[dict[str, int]] = {}
-
-    def preempted(self, request_id):
-        pass
 
     def build_orders(self):
         ids, self.order_ids = self.order_ids, []
@@ -286,9 +266,12 @@ class CopyConnector:
 
     # worker half
     def before_step(self, orders):
-        self.pending.extend(order.handle for order in orders.let_go)
+        self.asked.extend(order.handle for order in orders.let_go)
         if not self.hold_loads:
             self.release()
+
+    def changes(self):
+        return None
 
     def on_results(self, wake):
         self.wake = wake
@@ -306,14 +289,14 @@ class CopyConnector:
 
     def release(self) -> None:
         """Carry out the loads that wait."""
-        pending, self.pending = self.pending, []
-        for name in pending:
+        asked, self.asked = self.asked, []
+        for name in asked:
             self.received.append(name)
             if self.fail_with is not None:
                 self.failed[name] = Cause.LOST(self.fail_with)
             elif self.peer is not None:
                 self._copy(name)
-        if pending:
+        if asked:
             self.wake()
 
     def _copy(self, name: str) -> None:

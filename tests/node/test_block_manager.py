@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.node.block_manager import BlockManager, BlockPool, PrefixHashes
 from kvconnect.node.kv_cache import build_cache_config
-from kvconnect.node.models import CacheSizing, build_model
+from kvconnect.node.models import build_model
 from tests.node.node_harness import answer_of, check_pool, make_client, make_prompt
 
 CONFIGS = {
-    name: build_cache_config(build_model(name).layout(CacheSizing(None, 1024)), 64)
+    name: build_cache_config(build_model(name).layout(None, 1024), 64)
     for name in ("gqa", "sliding", "hybrid")
 }
 

@@ -35,8 +35,9 @@ def hand_over(p: Client, d: Client, prompt: list[int]) -> tuple[list[list[int]],
             if blocks is not None and any(blocks.ids):
                 d_ids = [list(ids) for ids in blocks.ids]
         if client is p:
+            p_ids = p.requests["r"].blocks.snapshot()
             d.submit("r", prompt, 8, dict(p.last("r").kv_transfer_params))
-    return p.last("r").kv_block_ids, d_ids
+    return p_ids, d_ids
 
 
 def rows(client: Client, layer: str, ids: list[int]) -> list[torch.Tensor | None]:
@@ -68,7 +69,7 @@ def test_every_row_that_landed_is_the_cast_of_the_one_that_was_held(name, ours, 
         assert d.last("r").cached_tokens == LENGTH - 1
         cache, compared = d.engine.runner.cache, 0
         for layer, group in cache.group_of.items():
-            if group in cache.state_groups:
+            if cache.config.groups[group].is_state:
                 continue
             for held, landed in zip(
                 rows(p, layer, held_ids[group]), rows(d, layer, landed_ids[group]), strict=True

@@ -8,7 +8,7 @@ import torch
 from kvconnect.cache.identity import Naming, differences
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.node.kv_cache import CACHE_DTYPES, NodeCache
-from kvconnect.node.models import CacheSizing, build_model
+from kvconnect.node.models import build_model
 from kvconnect.node.node_connector import identity
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.runner_kit.kernel_blocks import GraphSupport
@@ -81,9 +81,8 @@ def test_the_tensors_are_the_same_with_and_without_a_connector_and_with_both_bac
 def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     bits = {}
     for dtype, stored in (("bf16", "bfloat16"), ("fp8_e4m3", "float8_e4m3fn")):
-        sizing = CacheSizing(128, 1024, CACHE_DTYPES[dtype])
         options = NodeOptions(num_blocks=8, max_num_seqs=1, max_model_len=1024)
-        cache = NodeCache(build_model(name).layout(sizing), options)
+        cache = NodeCache(build_model(name).layout(128, 1024, CACHE_DTYPES[dtype]), options)
         table = cache.region_table()
         attention = [one for one in table.regions if not table.geometry()[one.group].is_state]
         bits[dtype] = sum(region.page_bytes * 8 for region in attention)
@@ -94,7 +93,7 @@ def test_an_fp8_cache_has_half_the_bytes_per_token_and_other_tokens(name):
     assert fp8.complete(prompt) != answer_of(prompt, model=name)
 
 
-def test_the_identity_has_the_cache_dtype_unless_it_is_converted():
+def test_the_identity_has_the_seed_and_the_cache_dtype_unless_it_is_converted():
     model, names = build_model("gqa"), Naming("h", 16)
     plain, converted = (
         {
@@ -106,6 +105,7 @@ def test_the_identity_has_the_cache_dtype_unless_it_is_converted():
     assert plain["auto"] == plain["bf16"] != plain["fp8_e4m3"]
     assert plain["fp8_e4m3"].text("cache dtype") == "float8_e4m3fn"
     assert converted["bf16"] == converted["fp8_e4m3"]
+    assert plain["auto"] != identity(NodeOptions(seed=1), model, names)
     assert all(differences(converted["bf16"], one) for one in plain.values())
 
 

@@ -1,5 +1,7 @@
 """Models: every prompt token and every cached byte matters, however the work was cut."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, StatePages
 from kvconnect.node.engine import Runner
 from kvconnect.node.kv_cache import NodeCache
-from kvconnect.node.models import CacheSizing, build_model
+from kvconnect.node.models import build_model
 from kvconnect.node.node_options import NodeOptions
 from kvconnect.node.request import EngineStep, ScheduledChunk
 from tests.caches import overlaid_groups
@@ -22,7 +24,7 @@ class Bench:
     def __init__(self, name: str, prompt: list[int]) -> None:
         model = build_model(name)
         options = NodeOptions(num_blocks=128, max_num_seqs=2, max_model_len=1024)
-        self.cache = NodeCache(model.layout(CacheSizing(None, 1024)), options)
+        self.cache = NodeCache(model.layout(None, 1024), options)
         self.runner = Runner(model, self.cache)
         self.prompt = prompt
         self.blocks, first = [], 3
@@ -36,13 +38,16 @@ class Bench:
     def feed(self, start: int, tokens: list[int]) -> tuple[int, int | None]:
         return self.runner.execute(EngineStep(chunks=[ScheduledChunk("r", 1, start, tokens, True)]))["r"]
 
-    def decode(self, count: int) -> list[tuple[int, int | None]]:
-        """Decode from the last prompt token on, and leave the cache of the prompt as it was."""
+    def decode(self, expected: Sequence[tuple[int, int | None]] = ()) -> list[tuple[int, int | None]]:
+        """Decode eight tokens, or up to the first one that is not the expected.
+
+        It begins at the last prompt token, and leaves the cache of the prompt as it was.
+        """
         states = [pages.pages for pages in self.cache.pages.values() if isinstance(pages, StatePages)]
         saved = [pages.clone() for pages in states]
         token, out = self.prompt[-1], []
-        for position in range(len(self.prompt) - 1, len(self.prompt) - 1 + count):
-            out.append(self.feed(position, [token]))
+        while len(out) < 8 and not (expected and out != expected[: len(out)]):
+            out.append(self.feed(len(self.prompt) - 1 + len(out), [token]))
             token = out[-1][0]
         for pages, before in zip(states, saved, strict=True):
             pages.copy_(before)
@@ -77,25 +82,25 @@ class Bench:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_changing_any_prompt_token_changes_the_output(name):
     client = make_client(model=name, enable_prefix_caching=False)
-    prompt = make_prompt(600)
-    expected = client.complete(prompt)
-    assert client.complete(prompt) == expected
-    for position in (0, 1, 307, 598, 599):
+    prompt = make_prompt(300)
+    expected = client.complete(prompt, 2)
+    assert client.complete(prompt, 2) == expected
+    for position in (0, 1, 157, 298, 299):
         changed = list(prompt)
         changed[position] ^= 1
-        assert client.complete(changed) != expected, f"token {position} does not matter"
+        assert client.complete(changed, 2) != expected, f"token {position} does not matter"
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_flipping_one_bit_of_any_block_in_use_changes_the_output(name):
     bench = Bench(name, make_prompt(150 if name != "mixed" else 300, seed=3))
-    expected = bench.decode(8)
-    assert bench.decode(8) == expected
+    expected = bench.decode()
+    assert bench.decode() == expected
     for bits, place, layer in bench.bits(torch.Generator().manual_seed(0)):
         bits[place] ^= 1
-        assert bench.decode(8) != expected, f"{layer}: {place} does not matter"
+        assert bench.decode(expected) != expected, f"{layer}: {place} does not matter"
         bits[place] ^= 1
-    assert bench.decode(8) == expected
+    assert bench.decode() == expected
 
 
 def test_a_changed_cache_of_the_wide_model_changes_tokens():
@@ -116,8 +121,7 @@ def test_tokens_depend_on_neither_budget_nor_concurrency(name, dtype, device):
     prompts = [make_prompt(length, seed=length) for length in (333, 33, 64)]
     options = {"model": name, "kv_cache_dtype": dtype, "enable_prefix_caching": False, "device": device}
     expected = [answer_of(prompt, 12, **options) for prompt in prompts]
-    for budget in (17, 50):
-        assert make_client(**options, max_num_batched_tokens=budget).together(prompts, 12) == expected
+    assert make_client(**options, max_num_batched_tokens=17).together(prompts, 12) == expected
 
 
 @pytest.mark.parametrize("size", [32, 64])

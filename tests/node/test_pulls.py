@@ -14,7 +14,7 @@ from kvconnect.decode.sources import MISS_S
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.node.block_manager import PrefixHashes
 from kvconnect.timeline import Moment
-from tests.node.node_harness import MODEL_NAMES, answer_of, make_client, make_prompt, until
+from tests.node.node_harness import MODEL_NAMES, answer_of, make_prompt, until
 from tests.offload.half_kit import num_ready
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper, patient
 
@@ -38,19 +38,8 @@ def node(
     extra["sources"] = [address(source) for source in sources]
     extra["offload"] = {"cpu_bytes": cpu_bytes} if keeps else None
     config = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
-    if keeps:
-        return patient(make_keeper(json.dumps(config), **options), learns)
     options = {"enable_prefix_caching": shares, **options}
-    made = make_client(kv_transfer_config=json.dumps(config), **options)
-    made.engine.worker.on_results(made.engine.wake)
-    return patient(Puller(made.engine), learns)
-
-
-class Puller(Keeper):
-    """A node that keeps nothing."""
-
-    def busy(self):
-        return {}
+    return patient(make_keeper(json.dumps(config), **options), learns)
 
 
 def address(client: Keeper) -> str:

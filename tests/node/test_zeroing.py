@@ -12,6 +12,7 @@ from tests.node.node_harness import (
     make_client,
     make_prompt,
     prefilled,
+    until,
 )
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -69,9 +70,9 @@ def test_only_fresh_attention_blocks_are_zeroed_and_each_once():
     runner, zeroed = client.engine.runner, []
     prepare = runner.prepare
     runner.prepare = lambda step: zeroed.append(list(step.new_block_ids_to_zero)) or prepare(step)
-    client.submit("r", make_prompt(100), 40)
-    client.run("r")
-    blocks = client.last("r").kv_block_ids
+    request = client.submit("r", make_prompt(100), 40)
+    until(lambda: len(client.tokens("r")) == 39, client)
+    blocks = request.blocks.ids
     assert runner.cache.config.groups[0].block_size == 64
     assert [ids for ids in zeroed if ids] == [[blocks[0][0]], [blocks[0][1]], [blocks[0][2]]]
 
@@ -90,7 +91,7 @@ def _loading(name: str, prompt: list[int], **options: object):
     d.engine.runner.zeroer.zero_block_ids = lambda ids: zeroed.extend(ids) or zero(ids)
     d.submit("r", prompt, 20, params)
     d.steps(1)
-    assert decode.pending == ["r"]
+    assert decode.asked == ["r"]
     return d, decode, zeroed
 
 

@@ -337,15 +337,16 @@ class Kind:
             )
         return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
 
-    def first_seen(self, token: int) -> int:
-        """The first token that computing ``token`` reads."""
+    def sees(self, earlier: int, token: int) -> bool:
+        """Whether computing ``token`` reads an earlier one."""
         if self.chunk is not None:
-            return token - token % self.chunk
-        return 0 if self.window is None else max(0, token - self.window + 1)
+            return earlier >= token - token % self.chunk
+        return self.window is None or token - earlier < self.window
 
-    def first_read(self, token: int) -> int:
-        """The first position that computing ``token`` reads or writes."""
-        return self.first_seen(token) // self.tokens
+    def keeps(self, position: int, token: int) -> bool:
+        """Whether computing ``token`` reads or writes this block."""
+        block = range(position * self.tokens, (position + 1) * self.tokens)
+        return self.is_state or block.stop > token or any(self.sees(one, token) for one in block)
 
 
 class Device:
@@ -663,8 +664,9 @@ class Stack:
                         self.holders[block_id] += 1
             request.computed = computed
             room = sum(
-                1 if kind.is_state else -(-request.num_tokens // kind.tokens) - kind.first_read(computed)
+                kind.keeps(position, computed)
                 for kind in self.kinds
+                for position in range(1 if kind.is_state else -(-request.num_tokens // kind.tokens))
             )
             if room > len(self.free) + sum(bool(block_id) for ids in blocks for block_id in ids) or (
                 self._grow(request, computed, whole) is None
@@ -701,7 +703,7 @@ class Stack:
                 names = request.hashes(kind.tokens)
                 ids = []
                 for position in range(boundary // kind.tokens):
-                    needed = position >= kind.first_read(boundary)
+                    needed = kind.keeps(position, boundary)
                     block = self.cached.get((group, names[position + kind.is_draft])) if needed else 0
                     ids.append(block)
                 found.append(ids)
@@ -710,25 +712,22 @@ class Stack:
         return nothing
 
     def _grow(self, request, computed, num_tokens):
-        """Give blocks for ``num_tokens``; those that left the window before ``computed`` are freed first."""
-        for group, kind in enumerate(self.kinds):
-            if not kind.is_state:
-                for position in range(min(kind.first_read(computed), len(request.ids[group]))):
-                    self._let_go(request.ids[group][position])
-                    request.ids[group][position] = 0
+        """Give blocks for ``num_tokens``; those that ``computed`` does not read any more are freed first."""
         wanted = []
-        for group, kind in enumerate(self.kinds):
-            have = len(request.ids[group])
+        for kind, ids in zip(self.kinds, request.ids, strict=True):
+            for position, block_id in enumerate(ids):
+                if not kind.keeps(position, computed):
+                    self._let_go(block_id)
+                    ids[position] = 0
             end = 1 if kind.is_state else -(-num_tokens // kind.tokens)
-            skip = 0 if kind.is_state else max(0, min(end, kind.first_read(computed)) - have)
-            wanted.append((skip, max(0, end - have - skip)))
-        if sum(count for _, count in wanted) > len(self.free):
+            wanted.append([kind.keeps(position, computed) for position in range(len(ids), end)])
+        if sum(map(sum, wanted)) > len(self.free):
             return None
         grown = []
-        for group, (skip, count) in enumerate(wanted):
-            new = [0] * skip + self._allocate(count)
-            request.ids[group].extend(new)
-            grown.append(new)
+        for ids, wants in zip(request.ids, wanted, strict=True):
+            given = iter(self._allocate(sum(wants)))
+            grown.append([next(given) if is_wanted else 0 for is_wanted in wants])
+            ids.extend(grown[-1])
         return grown
 
     def _preempt(self, request) -> None:
@@ -773,7 +772,7 @@ class Stack:
                         assert self.device[group, ids[-1]] == request.chain[start], "a wrong state"
                     self.device[group, ids[-1]] = request.chain[end]
                     continue
-                for token in range(kind.first_seen(start), start):
+                for token in [token for token in range(start) if kind.sees(token, start)]:
                     held = self.device[group, ids[token // kind.tokens]]
                     assert held[token % kind.tokens] == request.chain[token + 1 + kind.is_draft], "wrong KV"
             if end == request.num_tokens:

@@ -78,7 +78,11 @@ def traffic(draw):
 )
 @example(((Kind(2, None, False, chunk=12),), 4, [[*range(7), *range(6)], [0, 1, 2, 3, 10]]), 8, 1, ())
 def test_hits_are_those_of_an_endless_cache(case, checkpoint, max_new, tiers):
-    kinds, align, prompts = case
+    check_hits(*case, checkpoint, max_new, tiers)
+
+
+def check_hits(kinds, align, prompts, checkpoint, max_new, tiers=()):
+    """Each prompt twice, and turns that go on from an answer: no hit is less or more than it can be."""
     stack = Stack(
         kinds,
         align,

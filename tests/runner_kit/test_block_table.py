@@ -14,7 +14,7 @@ from tests.pack.sides import DEVICE, KERNELS
 
 ROWS = 3
 KERNELS = [name for name in KERNELS if name != "numpy"]
-EXAMPLES = {"torch": 500, "triton": 500 if DEVICE == "cuda" else 100}
+EXAMPLES = {"torch": 200, "triton": 500 if DEVICE == "cuda" else 60}
 """In Triton's interpreter one takes a tenth of a second."""
 
 

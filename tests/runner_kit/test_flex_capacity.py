@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
@@ -69,7 +69,6 @@ def fills(draw):
     return limits, draw(st.lists(steps, min_size=1, max_size=3))
 
 
-@settings(max_examples=200)
 @given(fills())
 def test_fill_matches_plain_python_and_leaves_nothing_of_the_step_before(case):
     limits, steps = case

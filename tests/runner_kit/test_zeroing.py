@@ -90,7 +90,7 @@ def check(kernels, case):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_exactly_the_pages_are_zeroed(kernels):
-    @settings(max_examples=500 if kernels == "torch" or DEVICE == "cuda" else 100)
+    @settings(max_examples=200 if kernels == "torch" or DEVICE == "cuda" else 60)
     @given(caches())
     def any_cache(case):
         check(kernels, case)
