@@ -30,15 +30,14 @@ from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import (
     Lines,
     ask,
-    beside_pulls,
-    brought_up,
     command_line,
     computed_tokens,
     prepared,
     pulling_pair,
     pulls,
+    served,
 )
-from tests.vllm.servers import Server, random_prompt
+from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _SETTLE_S = 2.0
@@ -57,9 +56,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Group:
-    """Two servers that are configured alike, and those of them that are routed to."""
+    """Two servers that are configured alike, and what is known of each that is routed to."""
 
-    name: str
     servers: tuple[Server, ...]
     nodes: Sequence[Node]
 
@@ -83,11 +81,11 @@ def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace)
         config: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         config["kv_connector_extra_config"] = {"cpu_bytes_to_use": given.cpu_gib << 30}
         made = [
-            (beside_pulls(recipe, folder, f"{name}{number}", number, config, given, own), None)
-            for number, own in enumerate(each)
+            (served(recipe, folder, f"{name}{number}", where, config, given, own), None)
+            for number, (where, own) in enumerate(zip(given.gpus.split(","), each, strict=True))
         ]
     nodes = [Node(server, *place, source) for (server, source), place in zip(made, places, strict=True)]
-    return Group(name, tuple(server for server, _ in made), nodes[: given.servers])
+    return Group(tuple(server for server, _ in made), nodes[: given.servers])
 
 
 @contextmanager
@@ -164,7 +162,7 @@ def warm_up(group: Group, given: argparse.Namespace, seed: int) -> None:
             ask(other.url, prompt, 2)
 
 
-def served(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[float]], list[str]]:
+def conversed(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[float]], list[str]]:
     """The first tokens of each turn, and what failed."""
     rng = random.Random(seed)
     histories = [random_prompt(given.first, rng.getrandbits(32)) for _ in range(given.conversations)]
@@ -196,7 +194,7 @@ def measured(
     before, pulled = computed_tokens(*group.servers), pulls(*group.servers)
     with SYSTEMS[name][1](group, folder, given) as url:
         began = time.monotonic()
-        turns, failures = served(url, given, seed)
+        turns, failures = conversed(url, given, seed)
         took_s = time.monotonic() - began
     after = pulls(*group.servers)
     seconds = [value for turn in turns for value in turn]
@@ -224,10 +222,9 @@ def compare(groups: Mapping[str, Group], folder: Path, given: argparse.Namespace
     means: dict[str, list[float]] = {}
     for turn in range(given.rounds):
         for number, name in enumerate(given.system):
-            if group := groups.get(SYSTEMS[name][0]):
-                seed = given.seed + 1000 * turn + number
-                mean = measured(name, group, folder, given, seed, lines)
-                means.setdefault(name, []).append(mean)
+            seed = given.seed + 1000 * turn + number
+            mean = measured(name, groups[SYSTEMS[name][0]], folder, given, seed, lines)
+            means.setdefault(name, []).append(mean)
     medians = {name: statistics.median(values) for name, values in means.items()}
     own = medians.get("prefix")
     ratios = {name: round(own / value, 3) for name, value in medians.items() if own and value}
@@ -262,8 +259,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         engine="nixl",
         extra={},
         gpus="0,1",
-        chunk=8192,
-        kv_gib=12,
+        chunk=(512, 8192),
+        kv_gib=(1, 12),
         blocks=24,
         cpu_gib=(1, 20),
         seed=1,
@@ -281,9 +278,9 @@ def main() -> None:
     given = parsed()
     with prepared(given, given.gpus.split(",")[0]) as (recipe, logs, lines):
         names = list(dict.fromkeys(SYSTEMS[name][0] for name in given.system))
-        started = [_started(name, recipe, logs, given) for name in names]
-        with brought_up(started, lines) as up:
-            compare({group.name: group for group in up}, logs, given, lines)
+        groups = {name: _started(name, recipe, logs, given) for name in names}
+        with running(*(server for group in groups.values() for server in group.servers)):
+            compare(groups, logs, given, lines)
 
 
 if __name__ == "__main__":

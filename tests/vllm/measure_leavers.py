@@ -6,7 +6,7 @@ that transfers are the bottleneck. What the others got is compared: their tokens
 vLLM's own NixlConnector, their first tokens with the run in which all clients stayed. One JSON object a pair,
 on standard output and in a file; nothing here asserts.
 
-    python -m tests.vllm.measure_leavers --engines nixl,mooncake:nvlink --reference-gpus 2,3 --json FILE
+    python -m tests.vllm.measure_leavers --engines nixl,mooncake:nvlink --json FILE
     python -m tests.vllm.measure_leavers --cpu --requests 40 --in-flight 4
 
 Batches differ from run to run, and with them, now and then, the last bits of a sum: the reference is asked
@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,13 @@ from typing import Any
 from kvconnect.node.children import BadAnswer, read_metrics
 from tests.vllm.load_figures import in_ms, quantile
 from tests.vllm.pairs import (
-    GRAPHS,
     NIXL,
     Pair,
     Variant,
     ask,
+    both_served,
     command_line,
     computed_tokens,
-    environment,
-    gpu_options,
     named_variant,
     prepared,
 )
@@ -250,44 +247,28 @@ def asked_reference(load: Load, requests: int) -> tuple[Accepted, dict[str, Any]
     }
 
 
-def _servers(recipe: Recipe, folder: Path, variant: Variant, gpus: str, given: argparse.Namespace) -> Pair:
+def _servers(recipe: Recipe, folder: Path, variant: Variant, given: argparse.Namespace) -> Pair:
     """The two processes, started and not waited for."""
     length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
-    options = ["--max-model-len", str(length), "--max-num-seqs", str(seats), *given.server_option]
-    if not given.cpu:
-        options += [*gpu_options(given.chunk, given.kv_gib), *GRAPHS]
-    made = []
-    for role, place in zip(("producer", "consumer"), gpus.split(","), strict=True):
-        config = {**variant.config(role), "kv_load_failure_policy": given.policy}
-        caching = ["--no-enable-prefix-caching"] if role == "consumer" else []
-        name, cpu = f"{variant.name}-{role}", place if given.cpu else "0"
-        settings = environment(None if given.cpu else place, given.environment)
-        made.append(Server(recipe, folder, name, cpu, config, [*options, *caching], settings))
-    return Pair(variant, *made)
+    options = ["--max-model-len", str(length), "--max-num-seqs", str(seats)]
+    both = (options, [*options, "--no-enable-prefix-caching"])
+    return both_served(variant, recipe, folder, given, both, given.gpus.split(","), policy=given.policy)
 
 
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = [random_prompt(given.prompt_tokens, seed) for seed in range(given.prompts)]
-    variants = [named_variant(named, given.extra) for named in given.engines.split(",")]
-    beside = given.reference_gpus != given.gpus
-    # Beside the reference where there is room for both, so that they start at the same time.
-    first = _servers(recipe, folder, variants[0], given.gpus, given) if beside else None
-    with ExitStack() as stack:
-        if first is not None:
-            stack.callback(first.decode.end)
-            stack.callback(first.prefill.end)
-        reference = _servers(recipe, folder, NIXL, given.reference_gpus, given)
-        with running(*reference.servers):
-            accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
-        yield told
-        for variant in variants:
-            made, first = first or _servers(recipe, folder, variant, given.gpus, given), None
-            with running(*made.servers):
-                yield measured(made, Load(made, prompts, given), accepted, given)
+    reference = _servers(recipe, folder, NIXL, given)
+    with running(*reference.servers):
+        accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
+    yield told
+    for named in given.engines.split(","):
+        made = _servers(recipe, folder, named_variant(named, given.extra), given)
+        with running(*made.servers):
+            yield measured(made, Load(made, prompts, given), accepted, given)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    given = command_line(
+    return command_line(
         __doc__,
         arguments,
         {
@@ -296,7 +277,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "leave_within_ms": "0: the median first token of those who stay",
             "prompts": "how many differ",
             "prompt_tokens": "a multiple of the chunk and one more",
-            "reference_gpus": "the same unless told: then one pair runs after the other",
             "limit_s": "no request of a run begins after that",
         },
         engines="nixl",
@@ -310,18 +290,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prompts=(8, 24),
         prompt_tokens=(1025, 8193),
         output_tokens=12,
-        chunk=1024,
-        kv_gib=48,
+        chunk=(512, 1024),
+        kv_gib=(1, 48),
         gpus="0,1",
-        reference_gpus=str,
-        server_option=[],
-        environment=[],
         limit_s=240.0,
         idle_within_s=60.0,
         seed=1,
     )
-    given.reference_gpus = given.reference_gpus or given.gpus
-    return given
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from kvconnect.node.children import parse_metrics
 from tests.vllm.load_figures import (
     Load,
     Sample,
@@ -37,12 +38,12 @@ def test_other_loads_are_refused(text):
 
 
 def test_histograms_are_summed_over_labels():
-    found = buckets(METRICS, "vllm:kvconnect_load_seconds")
+    found = buckets(parse_metrics(METRICS), "vllm:kvconnect_load_seconds")
     assert found == {0.01: 9, 0.1: 11, math.inf: 12}
     assert list(found) == sorted(found)
     assert grown({0.01: 4, 0.1: 5, math.inf: 5}, found) == {0.01: 5, 0.1: 6, math.inf: 7}
     assert grown({}, found) == found
-    assert buckets(METRICS, "vllm:none") == {}
+    assert buckets(parse_metrics(METRICS), "vllm:none") == {}
 
 
 def test_what_is_beyond_all_buckets_or_in_none():
