@@ -15,8 +15,6 @@ from typing import Any
 from kvconnect.node.children import Samples
 
 PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_SLOW = 3
-"""So many medians are slow."""
 _SHOWN_ERRORS = 5
 
 Buckets = Mapping[float, float]
@@ -129,12 +127,6 @@ def bucket_quantile(observed: Buckets, part: float) -> float:
     return math.nan
 
 
-def bucket_above(observed: Buckets, limit: float) -> float:
-    """How many observations are certainly above ``limit``: those above the bucket in which it lies."""
-    total = max(observed.values(), default=0)
-    return total - min((count for edge, count in observed.items() if edge >= limit), default=total)
-
-
 def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[str, Any]:
     """What one run of one system comes to; times are quantiles in milliseconds.
 
@@ -149,16 +141,12 @@ def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[
         "decode_gap_ms": [gap for one in served for gap in one.gaps_s],
     }
     told: dict[str, Any] = {name: in_ms(values) for name, values in seen.items() if values}
-    median_s = bucket_quantile(loads, 0.5)
-    if not math.isnan(median_s):
+    if count := int(max(loads.values(), default=0)):
         told["load_ms"] = {name: round(bucket_quantile(loads, part) * 1e3, 2) for name, part in PARTS.items()}
-        told["loads"] = int(max(loads.values()))
-        told["slow_loads"] = int(bucket_above(loads, _SLOW * median_s))
-    legs = seen["decode_leg_ms"]
+        told["loads"] = count
     took_s = max((one.ended_s for one in samples), default=math.nan)
     return {
         **told,
-        "slow_decode_legs": sum(leg > _SLOW * quantile(legs, 0.5) for leg in legs),
         "requests": len(samples),
         "failures": dict(Counter(one.error for one in samples if one.error)),
         "failed": len(samples) - len(served),
@@ -170,7 +158,7 @@ def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[
 
 
 _RATES = ("requests_per_s", "tokens_per_s")
-_COUNTS = ("requests", "failed", "loads", "slow_loads", "slow_decode_legs")
+_COUNTS = ("requests", "failed", "loads")
 
 
 def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.node.children import BadAnswer, read_metrics
-from tests.vllm.load_figures import in_ms, quantile
+from tests.vllm.load_figures import in_ms
 from tests.vllm.pairs import (
     NIXL,
     Pair,
@@ -64,7 +64,6 @@ class Outcome:
     prompt: int
     left: bool
     error: str = ""
-    prefill_s: float = 0.0
     first_token_s: float = 0.0
     tokens: tuple[int, ...] = ()
 
@@ -100,16 +99,14 @@ class Load:
         index = number % len(self._prompts)
         prompt, left = self._prompts[index], leaves_after_s is not None
         try:
-            began = time.perf_counter()
             params = self._pair.prefill.prefilled(prompt)
-            prefill_s = time.perf_counter() - began
             if leaves_after_s is not None:
                 self._pair.decode.abandon(prompt, leaves_after_s, kv_transfer_params=params)
-                return Outcome(index, left, prefill_s=prefill_s)
+                return Outcome(index, left)
             answer = ask(self._pair.decode.url, prompt, self._given.output_tokens, kv_transfer_params=params)
         except (BadAnswer, OSError) as error:
             return Outcome(index, left, error=f"{error!r}"[:_ERROR_CHARACTERS])
-        return Outcome(index, left, "", prefill_s, answer.first_token_s, tuple(answer.tokens))
+        return Outcome(index, left, "", answer.first_token_s, tuple(answer.tokens))
 
     def run(self, requests: int, leave_within_s: float = 0.0) -> tuple[list[Outcome], float]:
         """So many requests, and the seconds that they took. After ``limit_s`` none is begun any more."""
@@ -180,7 +177,7 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
     if not served:
         return {"connector": pair.name, "errors": _errors([*warm, *stayed])}
     within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
-    before_idle = until_idle(pair, given.idle_within_s)
+    until_idle(pair, given.idle_within_s)
     computed, failures = computed_tokens(pair.decode), _failures(pair.decode)
     outcomes, took_s = load.run(given.requests, within_s)
     recomputed = (computed_tokens(pair.decode) - computed) // given.prompt_tokens
@@ -207,16 +204,9 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         "alone_wrong": sum(not accepted.has(outcome) for outcome in warm),
         "first_token_ms": in_ms(beside),
         "first_token_ms_without_leavers": in_ms(without),
-        "first_token_p99_ratio": round(quantile(beside, 0.99) / quantile(without, 0.99), 3),
-        "first_token_p99_ratio_with_prefill": round(
-            quantile([outcome.prefill_s + outcome.first_token_s for outcome in good], 0.99)
-            / quantile([outcome.prefill_s + outcome.first_token_s for outcome in served], 0.99),
-            3,
-        ),
         "requests_per_s": round(len(outcomes) / took_s, 2),
         "requests_per_s_without_leavers": round(len(stayed) / stayed_s, 2),
         **idle,
-        "idle_before": before_idle,
         "failures_counted_by_decode": _failures(pair.decode) - failures,
         "errors": _errors([*warm, *stayed, *outcomes]),
         "wrong": [asdict(outcome) for outcome in good if not accepted.has(outcome)][:_SHOWN_ERRORS],

@@ -58,8 +58,6 @@ _ROWS = {
     "tokens_per_s": "tokens a second",
     "requests": "requests",
     "failed": "failed",
-    "slow_loads": "loads over 3 medians",
-    "slow_decode_legs": "legs over 3 medians",
     "client_late_ms": "client late, ms",
 }
 
