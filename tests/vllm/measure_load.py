@@ -2,8 +2,7 @@
 
 A pair with kvconnect and one with vLLM's NixlConnector take turns with the same prompts. Requests arrive as a
 Poisson process and do not wait for each other; those of a load without a rate come from ``--in-flight``
-clients that wait for their answers. A table on standard output, JSON lines in a file; nothing here asserts a
-time.
+clients that wait for their answers. Every finding is a JSON line; nothing here asserts a time.
 
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:128:2.5 --load 2048:128:8 --json F
     python -m tests.vllm.measure_load --load 8192:12 --in-flight 16 --cached
@@ -32,7 +31,7 @@ from typing import Any
 from kvconnect.node.children import fetch, growth, read_metrics
 from tests.vllm import load_client
 from tests.vllm.load_client import LETTERS, Job
-from tests.vllm.load_figures import PARTS, Load, buckets, figures, grown, over_rounds, ratios
+from tests.vllm.load_figures import Load, buckets, figures, grown, over_rounds, ratios
 from tests.vllm.pairs import (
     NIXL,
     Lines,
@@ -46,20 +45,6 @@ from tests.vllm.pairs import (
 )
 from tests.vllm.servers import awake, router, running
 from tests.vllm.tiny_models import Recipe
-
-_ROWS = {
-    "first_token_ms": "first token, ms",
-    "second_token_ms": "from there to the second, ms",
-    "prefill_leg_ms": "prefill leg, ms",
-    "decode_leg_ms": "decode leg, ms",
-    "load_ms": "load, ms (from buckets)",
-    "decode_gap_ms": "decode gap, ms",
-    "requests_per_s": "requests a second",
-    "tokens_per_s": "tokens a second",
-    "requests": "requests",
-    "failed": "failed",
-    "client_late_ms": "client late, ms",
-}
 
 
 @dataclass(frozen=True)
@@ -159,10 +144,10 @@ def measured(system: System, load: Load, seed: int, given: argparse.Namespace) -
         channel = load_client.warm_up(job, given.warm_up)
         before = system.loads()
         samples = load_client.run(job, channel)
-        after = system.loads()
+        told = figures(samples, grown(before, system.loads()), load.tokens_out)
         if given.routed:
-            print(f"{system.name}: first tokens so far {_first_tokens(system.router)}", flush=True)
-    return figures(samples, grown(before, after), load.tokens_out)
+            return told | {"first_tokens_so_far": _first_tokens(system.router)}
+    return told
 
 
 def compare(systems: Sequence[System], given: argparse.Namespace, lines: Lines) -> None:
@@ -182,30 +167,9 @@ def _tell(load: Load, found: Mapping[str, Mapping[str, Any]], lines: Lines) -> N
     for name, one in found.items():
         lines.write("load", connector=name, load=str(load), **one)
     ours = next(name for name in found if name != NIXL.name)
-    compared: dict[str, Any] = {}
     if NIXL.name in found:
         compared = ratios(found[ours], found[NIXL.name])
         lines.write("ratio", connector=ours, over=NIXL.name, load=str(load), **compared)
-    print("\n".join(table(load, found, compared)), flush=True)
-
-
-def table(load: Load, found: Mapping[str, Mapping[str, Any]], compared: Mapping[str, Any]) -> list[str]:
-    """Lines for people: a column for each system, and one of ratios if there are any."""
-    columns = {**found, **({f"ratio to {NIXL.name}": compared} if compared else {})}
-    rows = [[f"{load} (p50 / p90 / p99)", *columns]]
-    for name, title in _ROWS.items():
-        rows.append([title, *(_shown(column.get(name)) for column in columns.values())])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    shown = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    for name, one in found.items():
-        shown += [f"{name}: {count} x {reason}" for reason, count in one.get("failures", {}).items()]
-    return ["", *shown]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return " / ".join(_shown(value[part]) for part in PARTS)
-    return "-" if value is None else f"{value:g}"
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -258,7 +222,7 @@ def main() -> None:
     given = parsed()
     place = given.gpus.split(",")[0]
     with (
-        prepared(given, place, is_shown=False) as (recipe, logs, lines),
+        prepared(given, place) as (recipe, logs, lines),
         _up(recipe, logs, given) as systems,
     ):
         compare(systems, given, lines)

@@ -197,16 +197,14 @@ class Pair:
 
 
 class Lines:
-    """JSON lines on standard output unless they are not shown, and in a file if there is one."""
+    """JSON lines on standard output, and in a file if there is one."""
 
-    def __init__(self, copy: TextIO | None = None, is_shown: bool = True) -> None:
+    def __init__(self, copy: TextIO | None = None) -> None:
         self._copy = copy
-        self._is_shown = is_shown
 
     def write(self, kind: str, **finding: Any) -> None:
         line = json.dumps({"kind": kind, **finding})
-        if self._is_shown:
-            print(line, flush=True)
+        print(line, flush=True)
         if self._copy is not None:
             print(line, file=self._copy, flush=True)
 
@@ -218,13 +216,12 @@ def prepared(
     *,
     tiny: str = "heavy",
     shape: dense_model.Shape | None = None,
-    is_shown: bool = True,
 ) -> Iterator[tuple[Recipe, Path, Lines]]:
     """What a measurement begins with by its ``--cpu``, ``--model``, ``--logs`` and ``--json``: the model, the
     folder of logs, and where findings are told. ``tiny`` is the model of a CPU, ``shape`` that of a GPU."""
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None, is_shown)
+        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
         if given.cpu:
             recipe = tiny_models.write_model(tiny, temporary)
         else:
