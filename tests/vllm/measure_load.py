@@ -41,9 +41,8 @@ from tests.vllm.pairs import (
     command_line,
     named_variant,
     prepared,
-    stopped,
 )
-from tests.vllm.servers import awake, router, running
+from tests.vllm.servers import awake, router, running, stopped
 from tests.vllm.tiny_models import Recipe
 
 
@@ -107,7 +106,7 @@ def _up(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[lis
             started = [_started(recipe, folder, given, *one) for one in batch]
             up = stack.enter_context(running(*(server for pair in started for server in pair.servers)))
             if given.cpu:
-                stack.enter_context(stopped(up))
+                stack.enter_context(stopped(*up))
             pairs += started
         yield [stack.enter_context(_routed(pair, given)) for pair in pairs]
 

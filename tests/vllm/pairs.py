@@ -6,7 +6,6 @@ import argparse
 import http.client
 import json
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from tests.vllm.servers import (
     NIXL_CONNECTOR,
     ROOT,
     Server,
-    send_signal,
     transfer_config,
 )
 from tests.vllm.tiny_models import Recipe
@@ -294,19 +292,6 @@ def both_served(
         name, config = f"{variant.name}-{role}", variant.config(role, kv_load_failure_policy=policy)
         made.append(served(recipe, folder, name, place, config, given, own, **more))
     return Pair(variant, *made)
-
-
-@contextmanager
-def stopped(servers: Sequence[Server]) -> Iterator[None]:
-    """On a CPU those that wait for their turn stand still: some connectors keep a core busy when idle."""
-    for server in servers:
-        send_signal(server, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        # A stopped process does not end.
-        for server in servers:
-            send_signal(server, signal.SIGCONT)
 
 
 def pulling_pair(
