@@ -6,7 +6,6 @@ Digests are taken with plain tensor indexing: nothing that moves or describes pa
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from benchmarks.device import wait_for_device
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.errors import ConfigError
 from kvconnect.plan.blocks import GroupBlocks
 
 Digests = NDArray[np.int64]
@@ -25,67 +23,13 @@ Digests = NDArray[np.int64]
 VALUE_BYTES = 2
 """The caches keep bfloat16."""
 
-AXES = {
-    "nhd": "block token head content",
-    "hnd": "block head token content",
-    "planes": "block plane head token content",
-}
-"""The dimensions of a cache tensor: tokens outside heads, inside, and inside with keys and values apart."""
+BLOCK_TOKENS = 16
+NHD, PLANES = "block token head content", "block plane head token content"
+"""The dimensions of a cache tensor: tokens outside heads, or inside with keys and values apart."""
 
-_LAYOUT = re.compile(r"(nhd|hnd)([1-9]\d*)?")
-_BLOCK_TOKENS = 16
 _UNTOUCHED = 0x5A
 _WORD_BYTES = 8
 _DIGEST_SEED = 0xD16E57
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one side keeps its pages. ``order`` is one of ``AXES``."""
-
-    order: str
-    block_tokens: int
-
-    @property
-    def axes(self) -> str:
-        """The names of a cache tensor's dimensions, in order."""
-        return AXES[self.order]
-
-    def __str__(self) -> str:
-        return f"{self.order}{self.block_tokens}"
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The layouts of both sides."""
-
-    prefill: Layout
-    decode: Layout
-
-    @classmethod
-    def parse(cls, text: str) -> Layouts:
-        """Read ``PREFILL:DECODE``, each side ``nhd`` or ``hnd`` with its tokens per block, 16 if left out.
-
-        Raises:
-            ConfigError: it is something else, or neither block size divides the other.
-        """
-        found = [_LAYOUT.fullmatch(part) for part in text.split(":")]
-        sides = [Layout(one[1], int(one[2] or _BLOCK_TOKENS)) for one in found if one is not None]
-        if len(found) != 2 or len(sides) != 2:
-            raise ConfigError(f"layouts is {text!r}; accepted: PREFILL:DECODE such as nhd16:hnd32")
-        layouts = cls(*sides)
-        small, large = sorted(side.block_tokens for side in sides)
-        if large % small:
-            raise ConfigError(f"layouts is {text!r}; the smaller block size must divide the larger one")
-        return layouts
-
-    @property
-    def group_tokens(self) -> int:
-        """Tokens of the larger block: what whole blocks of both sides cover."""
-        return max(self.prefill.block_tokens, self.decode.block_tokens)
-
-    def __str__(self) -> str:
-        return f"{self.prefill}:{self.decode}"
 
 
 @dataclass(frozen=True)
@@ -96,12 +40,18 @@ class CacheShape:
     num_blocks: int
     heads: int
     head_size: int
-    layout: Layout
+    block_tokens: int = BLOCK_TOKENS
+    axes: str = NHD
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in one layer."""
+        return self.block_tokens * self.heads * self.head_size * 2 * VALUE_BYTES
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return self.layers * self.layout.block_tokens * self.heads * self.head_size * 2 * VALUE_BYTES
+        return self.layers * self.page_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -121,16 +71,15 @@ class BenchCache:
         self.shape = shape
         self.device = device
         self.slots: list[tuple[int, ...]] = []
-        axes = shape.layout.axes
-        planes = 2 if "plane" in axes else 1
+        planes = 2 if "plane" in shape.axes else 1
         sizes = {
             "block": shape.num_blocks,
             "plane": planes,
-            "token": shape.layout.block_tokens,
+            "token": shape.block_tokens,
             "head": shape.heads,
             "content": 2 * shape.head_size // planes,
         }
-        extents = [sizes[axis] for axis in axes.split()]
+        extents = [sizes[axis] for axis in shape.axes.split()]
         generator = torch.Generator(device).manual_seed(seed or 0)
         self.tensors: dict[str, CacheTensor] = {}
         for index in range(shape.layers):
@@ -139,17 +88,17 @@ class BenchCache:
                 tensor.view(torch.uint8).fill_(_UNTOUCHED)
             else:
                 tensor.normal_(generator=generator)
-            self.tensors[f"layer{index}"] = CacheTensor(tensor, axes)
+            self.tensors[f"layer{index}"] = CacheTensor(tensor, shape.axes)
         wait_for_device(device)
 
     def config(self) -> KVCacheConfig:
         """What a serving stack would say of this cache."""
         shape = self.shape
-        spec = FullAttentionSpec(shape.layout.block_tokens, shape.heads, shape.head_size, torch.bfloat16)
+        spec = FullAttentionSpec(shape.block_tokens, shape.heads, shape.head_size, torch.bfloat16)
         return KVCacheConfig(shape.num_blocks, (KVCacheGroup(tuple(self.tensors), spec),))
 
     def table(self) -> RegionTable:
-        return RegionTable.build(self.config(), {0: self.shape.layout.block_tokens}, self.tensors)
+        return RegionTable.build(self.config(), {0: self.shape.block_tokens}, self.tensors)
 
     def draw(self, slots: int, blocks: int, seed: int) -> None:
         """Give each of so many requests random blocks of its own."""
@@ -167,10 +116,9 @@ class BenchCache:
             cache.tensor.view(torch.uint8).index_fill_(0, ids, _UNTOUCHED)
         wait_for_device(self.device)
 
-    def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
-        """One number per slot, layer and ``group_tokens`` tokens, for any layout of the pages."""
-        shape = self.shape
-        row_words = group_tokens * shape.heads * 2 * shape.head_size * VALUE_BYTES // _WORD_BYTES
+    def digests(self, slots: Sequence[int]) -> Digests:
+        """One number per slot, layer and page."""
+        row_words = self.shape.page_bytes // _WORD_BYTES
         generator = torch.Generator().manual_seed(_DIGEST_SEED)
         # Odd factors: then no single word can change unnoticed.
         factors = torch.randint(-(2**62), 2**62, (row_words,), generator=generator).mul_(2).add_(1)
@@ -179,12 +127,9 @@ class BenchCache:
         for slot in slots:
             ids = self._index(self.slots[slot])
             for cache in self.tensors.values():
-                pages = cache.tensor[ids]
-                if shape.layout.order == "hnd":
-                    pages = pages.transpose(1, 2)
-                rows = pages.flatten().view(torch.int64).view(-1, row_words)
+                rows = cache.tensor[ids].flatten().view(torch.int64).view(-1, row_words)
                 made.append((rows * factors).sum(dim=1))
-        columns = torch.stack(made).reshape(len(slots), shape.layers, -1)
+        columns = torch.stack(made).reshape(len(slots), self.shape.layers, -1)
         return np.asarray(columns.cpu().numpy(), dtype=np.int64)
 
     def _index(self, ids: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import torch
 
-from benchmarks.cache import BenchCache, CacheShape, Layout
+from benchmarks.cache import BLOCK_TOKENS, BenchCache, CacheShape
 from benchmarks.device import check_device, run_seconds, wait_for_device
 from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import report
@@ -24,8 +24,6 @@ from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.pack.page_lanes import Column
 from kvconnect.transfer.orders import RowCopies
 
-_TOKENS = 16
-_LAYOUT = Layout("nhd", _TOKENS)
 _REPEATS = 7
 
 
@@ -49,11 +47,11 @@ class Case:
     """
 
     def __init__(self, device: str, page_bytes: int, regions: int, blocks: int) -> None:
-        if page_bytes < 4 * _TOKENS or page_bytes % (4 * _TOKENS):
-            raise ConfigError(f"page_bytes is {page_bytes}; accepted: multiples of {4 * _TOKENS}")
+        if page_bytes <= 0 or page_bytes % (4 * BLOCK_TOKENS):
+            raise ConfigError(f"page_bytes is {page_bytes}; accepted: multiples of {4 * BLOCK_TOKENS}")
         self.device, self.page_bytes, self.regions, self.blocks = device, page_bytes, regions, blocks
         self.total_bytes = page_bytes * regions * blocks
-        shape = CacheShape(regions, 2 * blocks + 1, 1, page_bytes // (4 * _TOKENS), _LAYOUT)
+        shape = CacheShape(regions, 2 * blocks + 1, 1, page_bytes // (4 * BLOCK_TOKENS))
         self.cache = BenchCache(shape, device, seed=0)
         self.cache.draw(2, blocks, seed=0)
         self.source, self.target = self.cache.slots
@@ -124,12 +122,12 @@ class Case:
 
     def verified(self, copier: Copier, rows: Sequence[int]) -> bool:
         """Whether what went out and came back to other blocks is what it was."""
-        wanted = self.cache.digests([0], _TOKENS)
+        wanted = self.cache.digests([0])
         out = copier.snapshot([RowCopies(0, self.source, tuple(rows))])
         out.wait()
         back = copier.restore([RowCopies(0, self.target, tuple(rows))], copier.mark())
         back.wait()
-        landed = self.cache.digests([1], _TOKENS)
+        landed = self.cache.digests([1])
         return (out.error, back.error) == (None, None) and np.array_equal(wanted, landed)
 
 

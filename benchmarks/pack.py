@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 
-from benchmarks.cache import BenchCache, CacheShape, Layout
+from benchmarks.cache import BLOCK_TOKENS, NHD, PLANES, BenchCache, CacheShape
 from benchmarks.device import check_device, device_us, run_seconds
 from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import report
@@ -22,11 +22,8 @@ from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
 _LAYERS = 64
-_TOKENS = 16
 _CPU_RUNS = 5
 _SEED = 0x5EED
-_NHD = Layout("nhd", _TOKENS)
-_HND = Layout("planes", _TOKENS)
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,10 @@ class Options(BaseOptions):
 class _Case:
     """Random blocks of 64 layers, and a slot."""
 
-    def __init__(self, device: str, layout: Layout, heads: int, head_size: int, blocks: int) -> None:
-        self.device, self.layout, self.blocks = device, layout, blocks
-        self.cache = BenchCache(CacheShape(_LAYERS, 2 * blocks, heads, head_size, layout), device, seed=0)
+    def __init__(self, device: str, axes: str, heads: int, head_size: int, blocks: int) -> None:
+        self.device, self.axes, self.blocks = device, axes, blocks
+        shape = CacheShape(_LAYERS, 2 * blocks, heads, head_size, axes=axes)
+        self.cache = BenchCache(shape, device, seed=0)
         self.cache.draw(1, blocks, seed=0)
         self.table = self.cache.table()
         self.total_bytes = self.cache.shape.total_bytes // 2
@@ -58,7 +56,7 @@ class _Case:
     def stage(self, order: str, digest_sample: int) -> tuple[Packer, StagedChunk]:
         wire = align_wire(self.table, self.table, order)
         packer = Packer(self.table, wire, side="source", device=self.device, digest_sample=digest_sample)
-        tokens = self.blocks * _TOKENS
+        tokens = self.blocks * BLOCK_TOKENS
         chunk = Chunk(0, len(wire.streams), (TokenSpan(0, 0, tokens),))
         (staged,) = packer.stage(list(self.cache.groups(0)), [chunk], tokens)
         return packer, staged
@@ -78,7 +76,7 @@ class _Case:
         return {
             "device": self.device,
             "order": order,
-            "layout": "NHD" if self.layout is _NHD else "HND",
+            "layout": "NHD" if self.axes == NHD else "HND",
             "page_bytes": self.total_bytes // self.blocks // _LAYERS,
             "blocks": self.blocks,
             "total_bytes": self.total_bytes,
@@ -99,9 +97,9 @@ def _timings(device: str) -> Iterator[dict[str, Any]]:
     # A CPU is the place of tests: small, and enough to see what digests cost there.
     samples = (CPU_DIGEST_SAMPLE, 1) if on_cpu else (1,)
     for blocks in (32,) if on_cpu else (256, 1024):
-        shapes = [(_NHD, 2, 128), (_HND, 2, 128)]
-        for layout, heads, head_size in shapes if on_cpu else [(_NHD, 1, 64), *shapes]:
-            case = _Case(device, layout, heads, head_size, blocks)
+        shapes = [(NHD, 2, 128), (PLANES, 2, 128)]
+        for axes, heads, head_size in shapes if on_cpu else [(NHD, 1, 64), *shapes]:
+            case = _Case(device, axes, heads, head_size, blocks)
             for order in ("pages", "rows"):
                 yield from (case.measure(order, sample) for sample in samples)
 

@@ -1,7 +1,6 @@
 """One side of a pair in a process of its own, and the parent's handle on it.
 
-A child that fails, dies or hangs becomes a ``StepFailed`` in the parent. Imports nothing heavy, so that a
-child's environment is set before the libraries that read it.
+A child that fails, dies or hangs becomes a ``StepFailed`` in the parent.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,12 +49,11 @@ class ChildProcess:
     Args:
         name: what errors call it.
         side: ``module:class`` of a ``Side`` that is made without arguments.
-        environment: what its environment differs by; None takes a variable away.
         timeout_s: how long a step may take. Children are given the same bound and a little less time
             than the parent, so that their own errors arrive.
     """
 
-    def __init__(self, name: str, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
+    def __init__(self, name: str, side: str, timeout_s: float) -> None:
         self.name = name
         self._timeout_s = timeout_s
         self._step = "start"
@@ -64,12 +61,8 @@ class ChildProcess:
         code = f"from {__name__} import serve; serve({far_end.fileno()}, {side!r})"
         # It finds what we find.
         found = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        self._child = Child(
-            name,
-            [sys.executable, "-c", code],
-            environment={**found, **environment},
-            pass_fds=[far_end.fileno()],
-        ).start()
+        command = [sys.executable, "-c", code]
+        self._child = Child(name, command, environment=found, pass_fds=[far_end.fileno()]).start()
         # With our copy closed, the end of the child is the end of the pipe.
         far_end.close()
 
@@ -124,9 +117,9 @@ class ChildProcess:
 class ChildPair:
     """A prefill and a decode child; leaving the ``with`` block ends both in every case."""
 
-    def __init__(self, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
-        self.prefill = ChildProcess("prefill", side, environment, timeout_s)
-        self.decode = ChildProcess("decode", side, environment, timeout_s)
+    def __init__(self, side: str, timeout_s: float) -> None:
+        self.prefill = ChildProcess("prefill", side, timeout_s)
+        self.decode = ChildProcess("decode", side, timeout_s)
 
     def __enter__(self) -> ChildPair:
         return self

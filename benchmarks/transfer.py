@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from benchmarks.cache import VALUE_BYTES, CacheShape, Layouts
+from benchmarks.cache import BLOCK_TOKENS, VALUE_BYTES, CacheShape
 from benchmarks.device import check_device, use_device, wait_for_device
 from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import note, report
@@ -42,36 +42,20 @@ _PEER = "target"
 
 @dataclass(frozen=True)
 class PairCase:
-    """What one pair of workers is made for. ``page_bytes`` is a page of the prefill side."""
+    """What one pair of workers is made for."""
 
     engine: str
     protocol: str
-    layouts: Layouts
     page_bytes: int
 
-    def tokens(self, blocks: int) -> int:
-        """Tokens of a request of so many of the prefill side's blocks."""
-        return blocks * self.layouts.prefill.block_tokens
-
-    def decode_blocks(self, blocks: int) -> int:
-        """Blocks of the decode side that such a request takes."""
-        return self.tokens(blocks) // self.layouts.decode.block_tokens
-
-    def shapes(self, regions: int, blocks: int, in_flight: int) -> tuple[CacheShape, CacheShape]:
-        """The caches of both sides, with room for so many requests and a quarter more."""
-        token_bytes = self.page_bytes // self.layouts.prefill.block_tokens
+    def shape(self, regions: int, blocks: int, in_flight: int) -> CacheShape:
+        """The cache of a side, with room for so many requests and a quarter more."""
+        token_bytes = self.page_bytes // BLOCK_TOKENS
         # Heads of 128 values where that fits.
         heads = token_bytes // _ROW_BYTES if token_bytes % _ROW_BYTES == 0 else 1
         head_size = token_bytes // heads // (2 * VALUE_BYTES)
         # One more for the null block, and at least one that no request has.
-        near, far = (
-            CacheShape(regions, count * in_flight * 5 // 4 + 2, heads, head_size, layout)
-            for count, layout in (
-                (blocks, self.layouts.prefill),
-                (self.decode_blocks(blocks), self.layouts.decode),
-            )
-        )
-        return near, far
+        return CacheShape(regions, blocks * in_flight * 5 // 4 + 2, heads, head_size)
 
 
 @dataclass(frozen=True)
@@ -83,16 +67,13 @@ class Options(BaseOptions):
     device: Annotated[str, "cpu, or cuda: one GPU for each side if there are two, else one for both."] = "cpu"
     timeout_s: Annotated[float, "Seconds that one step of a child may take."] = 120.0
     extra: Annotated[str, "Further settings of kv_connector_extra_config, a JSON object."] = "{}"
-    env: Annotated[
-        list[str], "NAME=VALUE is set in the children only; NAME alone takes it away (repeatable)."
-    ] = field(default_factory=list)
     engine: Annotated[list[str], "Engine to measure (repeatable)."] = field(default_factory=lambda: ["auto"])
     protocol: Annotated[
         list[str],
         "Protocol of the engine (repeatable); default: on a CPU UCX or tcp, else auto. Between CPUs auto "
         "measures shared memory.",
     ] = field(default_factory=list)
-    page_bytes: Annotated[list[int], "Bytes of a page of the prefill side (repeatable)."] = field(
+    page_bytes: Annotated[list[int], "Bytes of a page (repeatable)."] = field(
         default_factory=lambda: [4096, 16384]
     )
     blocks: Annotated[
@@ -102,9 +83,6 @@ class Options(BaseOptions):
     requests: Annotated[int, "Requests per measurement."] = 16
     in_flight: Annotated[list[int], "Requests at a time (repeatable); the time of 1 is a latency."] = field(
         default_factory=lambda: [1, 8]
-    )
-    layouts: Annotated[list[str], "PREFILL:DECODE, nhd or hnd with tokens per block (repeatable)."] = field(
-        default_factory=lambda: ["nhd16:nhd16"]
     )
     repeat: Annotated[int, "Measurements per case."] = 5
     budget_s: Annotated[float, "Seconds after which a case is not repeated."] = 10.0
@@ -117,28 +95,16 @@ class Options(BaseOptions):
         refuse([mistake for engine in self.engine for mistake in engine_mistakes(engine, "engine")])
         # Mistakes of every pair are reported before the first one is started.
         parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": self.settings})
-        for case in self.cases("auto"):
-            # Keys and values of two bfloat16 values each, the least that a token has here.
-            unit = case.layouts.prefill.block_tokens * 2 * 2 * VALUE_BYTES
-            if case.page_bytes % unit:
-                raise ConfigError(f"page_bytes is {case.page_bytes}; accepted: multiples of {unit}")
-            for blocks in self.blocks:
-                if case.tokens(blocks) % case.layouts.group_tokens:
-                    raise ConfigError(
-                        f"blocks is {blocks}: its {case.tokens(blocks)} tokens do not fill blocks of "
-                        f"{case.layouts.group_tokens}, which layouts {case.layouts} has"
-                    )
+        # Keys and values of two bfloat16 values each, the least that a token has here.
+        unit = BLOCK_TOKENS * 2 * 2 * VALUE_BYTES
+        for page_bytes in self.page_bytes:
+            if page_bytes % unit:
+                raise ConfigError(f"page_bytes is {page_bytes}; accepted: multiples of {unit}")
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The further settings. Raises ``ConfigError`` if they are no JSON object."""
         return json_object(self.extra, "extra")
-
-    @property
-    def variables(self) -> dict[str, str | None]:
-        """Differences of the children's environment; None removes a variable."""
-        parts = [assignment.partition("=") for assignment in self.env]
-        return {name: value if equals else None for name, equals, value in parts}
 
     @property
     def devices(self) -> tuple[str, str]:
@@ -154,8 +120,8 @@ class Options(BaseOptions):
 
     def cases(self, engine: str) -> list[PairCase]:
         """The pairs of workers to measure with an engine."""
-        choices = itertools.product(self.layouts, self.page_bytes, self.protocols_of(engine))
-        return [PairCase(engine, protocol, Layouts.parse(text), size) for text, size, protocol in choices]
+        choices = itertools.product(self.page_bytes, self.protocols_of(engine))
+        return [PairCase(engine, protocol, page_bytes) for page_bytes, protocol in choices]
 
 
 # ---- an engine alone
@@ -281,7 +247,7 @@ def _make_engine(options: Options, engine: str) -> Engine:
 
 def measure_limit(options: Options, engine: str) -> EngineLimit:
     """The rates of an engine with nothing above it. Raises ``StepFailed``: it cannot be opened, or failed."""
-    with ChildPair(ENGINE_SIDE, options.variables, options.timeout_s) as pair:
+    with ChildPair(ENGINE_SIDE, options.timeout_s) as pair:
         source: EngineAddress
         target: EngineAddress
         source, target = pair.both("open", *((options, engine, device) for device in options.devices))
@@ -301,28 +267,27 @@ class PairRounds:
     def __init__(self, pair: ChildPair, options: Options, case: PairCase) -> None:
         self._pair, self._options, self._case = pair, options, case
         self._numbers = itertools.count(1)
-        shapes = case.shapes(options.regions, max(options.blocks), max(options.in_flight))
+        shape = case.shape(options.regions, max(options.blocks), max(options.in_flight))
         settings = {"engine": case.engine, "protocol": case.protocol, **options.settings}
         # Random bytes where they come from, none where they land.
-        sides = zip(("kv_producer", "kv_consumer"), options.devices, shapes, (_SEEDS[0], None), strict=True)
+        sides = zip(("kv_producer", "kv_consumer"), options.devices, (_SEEDS[0], None), strict=True)
         self._source: WorkerAddress
         self._source, _ = pair.both(
             "open",
             *(
                 ({"kv_role": role}, device, shape, seed, options.timeout_s, settings)
-                for role, device, shape, seed in sides
+                for role, device, seed in sides
             ),
         )
-        self.bytes_per_block = shapes[0].block_bytes
+        self.bytes_per_block = shape.block_bytes
 
     def draw(self, blocks: int, in_flight: int) -> None:
         """Choose blocks on both sides: of different ids, in different order."""
-        both = zip((blocks, self._case.decode_blocks(blocks)), _SEEDS, strict=True)
-        self._pair.both("draw", *((in_flight, count, seed + in_flight * blocks) for count, seed in both))
+        self._pair.both("draw", *((in_flight, blocks, seed + in_flight * blocks) for seed in _SEEDS))
 
     def round(self, blocks: int, requests: int, in_flight: int) -> RoundResult:
         """Hold, fetch, and wait until nothing is held any more."""
-        asked = Round(f"round{next(self._numbers)}", requests, in_flight, self._case.tokens(blocks))
+        asked = Round(f"round{next(self._numbers)}", requests, in_flight, blocks * BLOCK_TOKENS)
         self._pair.prefill.ask("hold", asked)
         result: RoundResult = self._pair.decode.ask("load", asked, self._source)
         self._pair.prefill.ask("drain", asked)
@@ -332,10 +297,7 @@ class PairRounds:
         """Compare every page that a round left behind with where it came from; raises ``StepFailed``."""
         targets = sorted(result.last_in_slot)
         sources = [result.last_in_slot[slot] % in_flight for slot in targets]
-        tokens = self._case.layouts.group_tokens
-        held, landed = self._pair.both("digests", (sources, tokens), (targets, tokens))
-        if held.shape != landed.shape:
-            raise StepFailed(f"{held.shape} pages were held, {landed.shape} have arrived")
+        held, landed = self._pair.both("digests", (sources,), (targets,))
         if wrong := int((held != landed).sum()):
             raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
 
@@ -372,7 +334,6 @@ class PairRounds:
             # The one with most of the bytes first.
             "lane": "+".join(sorted(lanes, key=lambda lane: -lanes[lane])),
             "device": self._options.device,
-            "layouts": str(case.layouts),
             "page_bytes": case.page_bytes,
             "blocks": blocks,
             "regions": self._options.regions,
@@ -398,7 +359,7 @@ def measure_pairs(options: Options, case: PairCase, limit: EngineLimit) -> Itera
     Raises:
         StepFailed: a child failed; what was measured before it has been yielded.
     """
-    with ChildPair(WORKER_SIDE, options.variables, options.timeout_s) as pair:
+    with ChildPair(WORKER_SIDE, options.timeout_s) as pair:
         opened = PairRounds(pair, options, case)
         for blocks, in_flight in itertools.product(options.blocks, options.in_flight):
             requests = 1 if in_flight == 1 else max(options.requests, in_flight)

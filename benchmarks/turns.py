@@ -13,24 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
-
 from benchmarks.harness import Options as BaseOptions
 from benchmarks.harness import report
-from kvconnect.addresses import RankAddress
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.halves.building import Trust, build_scheduler_half
+from kvconnect.config import ExtraConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
-from kvconnect.peer.handles import Claims, Handles
+from kvconnect.peer.handles import Claims
 from kvconnect.transfer.orders import Await, Orders, Results
-from kvconnect.transfer.stack import LongestRequest, StackTraits
+from kvconnect.transfer.stack import LongestRequest
+from tests.halves.test_scheduler_half import ATTENTION, HANDLES, Request, connector
 from tests.transfer.pair import Pair
 
 _BLOCKS = 12_000
-_BLOCK_TOKENS, _PROMPT_TOKENS = 16, 2048
-_GROUPS = (KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8)),)
-_HANDLES = Handles(b"what the benchmark signs with")
+_PROMPT_TOKENS = 2048
+_BLOCK_IDS = [*range(1, 1 + _PROMPT_TOKENS // ATTENTION.block_size)]
 
 
 @dataclass(frozen=True)
@@ -147,28 +142,9 @@ def _done() -> bool:
     return True
 
 
-@dataclass
-class _Request:
-    """A request with blocks of its own for its prompt, as a serving stack has it."""
-
-    request_id: str
-    kv_transfer_params: dict[str, Any]
-    num_tokens: int = _PROMPT_TOKENS
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [*range(1, 1 + _PROMPT_TOKENS // _BLOCK_TOKENS)]
-
-
-def _half_of(role: str, stack: StackTraits | None = None) -> SchedulerHalf:
+def _half(role: str, **traits: Any) -> SchedulerHalf:
     """A scheduler half of this role, whose directory has been ordered."""
-    half = build_scheduler_half(
-        TransferConfig(kv_role=role, engine_id="bench"),  # type: ignore[arg-type]
-        KVCacheConfig(1 << 20, _GROUPS),
-        stack,
-        directory=(RankAddress(0, "10.0.0.1", 5600),),
-        trust=Trust(_HANDLES),
-    )
+    half: SchedulerHalf = connector(role, num_blocks=1 << 20, **traits)  # type: ignore[no-untyped-call]
     half.build_orders()
     return half
 
@@ -183,41 +159,41 @@ def _handed(n: int) -> dict[str, Any]:
         "remote_host": "10.0.0.2",
         "remote_port": 5600,
         "remote_num_tokens": _PROMPT_TOKENS,
-        "kvconnect_handle": _HANDLES.make(claims),
+        "kvconnect_handle": HANDLES.make(claims),
     }
 
 
 def _prefilling(count: int) -> Callable[[], object]:
     """Steps of P's scheduler half while prefills that D knows of are under way."""
-    half = _half_of("kv_producer")
+    half = _half("kv_producer")
     for n in range(count):
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
-        request = _Request(f"r{n}", asked)
+        request = Request(f"r{n}", _PROMPT_TOKENS, asked)
         half.new_request(request)
         half.matched_tokens(request, 0)
-        half.update_after_alloc(request, (request.block_ids,), 0)
+        half.update_after_alloc(request, (_BLOCK_IDS,), 0)
     return _step(half)
 
 
 def _waiting(count: int) -> Callable[[], object]:
     """Steps of D's scheduler half while its requests are loaded."""
-    half = _half_of("kv_consumer")
+    half = _half("kv_consumer")
     for n in range(count):
-        request = _Request(f"r{n}", _handed(n))
+        request = Request(f"r{n}", _PROMPT_TOKENS, _handed(n))
         half.new_request(request)
         found, _ = half.matched_tokens(request, 0)
-        half.update_after_alloc(request, (request.block_ids,), found or 0)
+        half.update_after_alloc(request, (_BLOCK_IDS,), found or 0)
     return _step(half)
 
 
 def _early(count: int) -> Callable[[], object]:
     """One request asks D's scheduler half whether it may begin, while so many wait for blocks."""
-    half = _half_of("kv_consumer", StackTraits(longest=LongestRequest(2048, 2048)))
+    half = _half("kv_consumer", longest=LongestRequest(2048, 2048))
     for n in range(count):
-        request = _Request(f"r{n}", _announced(n))
+        request = Request(f"r{n}", _PROMPT_TOKENS, _announced(n))
         half.new_request(request)
         half.matched_tokens(request, 0)
-    asks = _Request("asks", _announced(0))
+    asks = Request("asks", _PROMPT_TOKENS, _announced(0))
     half.new_request(asks)
     half.build_orders()
     return lambda: half.matched_tokens(asks, 0)

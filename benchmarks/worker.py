@@ -101,7 +101,7 @@ class WorkerSide(Side):
         config = parse_kv_transfer_config({**stated, "kv_connector_extra_config": extra})
         identity = Identity.of({"model": "python -m benchmarks transfer"})
         heads = dict.fromkeys(self.cache.tensors, HeadInterval(rank * shape.heads, (rank + 1) * shape.heads))
-        cache = RankCache(self.cache.config(), {0: shape.layout.block_tokens}, self.cache.tensors, heads)
+        cache = RankCache(self.cache.config(), {0: shape.block_tokens}, self.cache.tensors, heads)
         traits = RankTraits(rank, sent=SentCache(cache, CacheMeaning(identity, shape.heads * ranks, ranks)))
         connector = self.connector = TransferWorker(config, traits)
         self.ends.callback(connector.close)
@@ -119,8 +119,8 @@ class WorkerSide(Side):
     def clear(self) -> None:
         self.cache.clear()
 
-    def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
-        return self.cache.digests(slots, group_tokens)
+    def digests(self, slots: Sequence[int]) -> Digests:
+        return self.cache.digests(slots)
 
     def hold(self, asked: Round) -> None:
         """Hold the requests of a round, and return when the worker has taken the orders."""

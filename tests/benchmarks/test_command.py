@@ -44,7 +44,7 @@ def test_each_starts_and_measures(name):
         ("transfer --engine nope", "engine is 'nope': accepted: auto"),
         ("transfer --device tpu", "device is 'tpu'; accepted: cpu, cuda"),
         ("transfer --timeout-s 0", "timeout_s is 0.0, it must be more than 0"),
-        ("transfer --layouts nhd16:hnd32 --blocks 3", "blocks is 3: its 48 tokens do not fill"),
+        ("transfer --page-bytes 200", "page_bytes is 200; accepted: multiples of 128"),
         ("transfer --extra [1]", "extra holds list; accepted: a JSON object"),
     ],
 )

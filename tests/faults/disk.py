@@ -103,17 +103,10 @@ _ACKNOWLEDGED = struct.Struct("<Q")
 
 @dataclass
 class DiskKillReport(RowReport):
-    """``torn`` are kills that left a record half written; ``acknowledged`` are the rows that lives said were
-    written.
-    """
+    """``torn`` are kills that left a record half written."""
 
     kills: int = 0
-    wrote: int = 0
     torn: int = 0
-    corrupt: int = 0
-    acknowledged: int = 0
-    most_of_bound: float = 0.0
-    slowest_open_s: float = 0.0
 
 
 def run_disk_kills(path: Path, kills: int, *, seed: int = 0) -> DiskKillReport:
@@ -128,11 +121,9 @@ def run_disk_kills(path: Path, kills: int, *, seed: int = 0) -> DiskKillReport:
         limit_bytes = rng.choice(_LIMITS_BYTES)
         most_bytes, acknowledged = _live(path, life, limit_bytes, rng)
         report.kills += 1
-        report.wrote += bool(acknowledged)
         # A smaller bound than the life before it had holds from the moment that the folder is opened.
         allowed_bytes = max(limit_bytes, before_bytes)
         before_bytes = limit_bytes
-        report.most_of_bound = max(report.most_of_bound, most_bytes / allowed_bytes)
         if most_bytes > allowed_bytes:
             report.problems.append(f"life {life}: {most_bytes} bytes of {allowed_bytes}")
         _look(path, life, limit_bytes, acknowledged, report)
@@ -197,20 +188,15 @@ def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng:
 
 def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], report: DiskKillReport) -> None:
     """Open what a life left, and read all of it."""
-    start = time.monotonic()
     driver = open_tier(path, limit_bytes)
     try:
         until(lambda: not driver.tier.state()["recovering"], f"life {life}: not recovered", _RUN_S)
-        report.slowest_open_s = max(report.slowest_open_s, time.monotonic() - start)
         if (taken := taken_bytes(path)) > limit_bytes:
             report.problems.append(f"after life {life}: {taken} bytes of {limit_bytes}")
         driver.poll()
-        there = sorted(map(number_of, driver.index))
-        right, wrong = served(driver, there, _LONGEST_BYTES)
+        right, wrong = served(driver, sorted(map(number_of, driver.index)), _LONGEST_BYTES)
         report.failures = dict(Counter(report.failures) + Counter(driver.failures))
         report.torn += driver.failures.get("disk_torn", 0)
-        report.corrupt += len(there) - len(right) - len(wrong)
-        report.acknowledged += len(acknowledged)
         report.served += len(right)
         report.wrong += len(wrong)
         if wrong:

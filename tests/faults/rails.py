@@ -16,7 +16,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cache import CacheShape, Layout
+from benchmarks.cache import CacheShape
 from benchmarks.process import ChildProcess, StepFailed
 from benchmarks.worker import Round, WorkerAddress, WorkerSide
 from kvconnect.addresses import RankAddress
@@ -30,7 +30,7 @@ from tests.ports import free_port
 
 RANKS = 2
 _BLOCK_TOKENS, _BLOCKS = 64, 256
-_SHAPE = CacheShape(4, 2 * _BLOCKS + 8, 1, 128, Layout("nhd", _BLOCK_TOKENS))
+_SHAPE = CacheShape(4, 2 * _BLOCKS + 8, 1, 128, _BLOCK_TOKENS)
 REQUEST_BYTES = _BLOCKS * _SHAPE.block_bytes
 """What one rank sends of a request."""
 _SIOCSIFFLAGS = 0x8914
@@ -177,7 +177,7 @@ class Rails(Namespaces):
         for one in self.prefill:
             one.ask("drain", asked)
         for rank, (near, far) in enumerate(zip(self.prefill, self.decode, strict=True)):
-            held, landed = (one.ask("digests", [0], _BLOCK_TOKENS) for one in (near, far))
+            held, landed = (one.ask("digests", [0]) for one in (near, far))
             if not said[rank] and (held != landed).any():
                 said[rank] = "other bytes"
         return said

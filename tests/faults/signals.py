@@ -243,18 +243,15 @@ class NeighbourReport(Report):
     """What a fault at one node did to requests that do not need it.
 
     ``ratio`` is the 99th percentile of the healthy requests' seconds beside the fault by that without it,
-    both over all windows; ``worst_s`` the slowest healthy request beside the fault.
+    both over all windows.
     """
 
     engine: str
     fault: str
     requests: int = 0
     hanging: int = 0
-    p50_s: float = 0.0
     p99_s: float = 0.0
     ratio: float = 0.0
-    p50_ratio: float = 0.0
-    worst_s: float = 0.0
 
 
 def neighbour_stage(engine: str, side: Side) -> StageOptions:
@@ -308,10 +305,8 @@ def run_stopped_neighbour(
                 future.result()
             report.problems += stage.rest_problems()
     report.requests, report.hanging = len(tally.asked), len(hanging.tally.asked)
-    report.p50_s, report.p99_s = (round(percentile(values[True], part), 4) for part in (0.5, 0.99))
+    report.p99_s = round(percentile(values[True], 0.99), 4)
     report.ratio = round(report.p99_s / max(1e-9, percentile(values[False], 0.99)), 3)
-    report.p50_ratio = round(report.p50_s / max(1e-9, percentile(values[False], 0.5)), 3)
-    report.worst_s = round(max(values[True], default=0.0), 4)
     report.problems += tally.problems() + hanging.tally.problems()
     report.problems += [f"a healthy request was refused: {text}" for text in tally.reasons()]
     return report

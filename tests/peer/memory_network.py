@@ -1,8 +1,7 @@
-"""Channels that reach each other inside one process, on a clock of the test's."""
+"""Channels that reach each other inside one process."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable
 
@@ -11,29 +10,23 @@ from kvconnect.peer.loss import PeerLoss
 
 
 class MemoryNetwork:
-    """Channels that reach each other inside one process, ``127.0.0.1``, on a clock of the caller's.
+    """Channels that reach each other inside one process, ``127.0.0.1``; ``clock`` is what their owners go by.
 
-    Frames arrive after ``delay_s``. ``cut`` severs the way between two ports until ``mend``; frames on
-    a severed way are lost. Deterministic: no threads, no sockets.
+    Frames arrive at once. ``cut`` severs the way between two ports until ``mend``; frames on a severed way
+    are lost. Deterministic: no threads, no sockets.
     """
 
-    def __init__(self, clock: Callable[[], float], delay_s: float = 0.0) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.delay_s = delay_s
         self._ports = itertools.count(1)
         self._channels: dict[int, MemoryChannel] = {}
         self._cut: set[frozenset[int]] = set()
-        self._order = itertools.count()
 
     def channel(self) -> MemoryChannel:
         """A new channel on the next port."""
         channel = MemoryChannel(self, next(self._ports))
         self._channels[channel.port] = channel
         return channel
-
-    def next_number(self) -> int:
-        """What comes later has a larger one."""
-        return next(self._order)
 
     def cut(self, first: int, second: int) -> None:
         """Lose every frame between two ports from now on."""
@@ -54,21 +47,19 @@ class MemoryNetwork:
         if target not in self._channels:
             return False
         if frozenset((source, target)) not in self._cut:
-            arrives = self.clock() + self.delay_s
-            self._channels[target].enqueue(
-                arrives, self.next_number(), Frame(link, data, "127.0.0.1" if link.startswith("in:") else "")
-            )
+            host = "127.0.0.1" if link.startswith("in:") else ""
+            self._channels[target].arrived.append(Frame(link, data, host))
         return True
 
 
 class MemoryChannel:
-    """One end of a ``MemoryNetwork``."""
+    """One end of a ``MemoryNetwork``. ``arrived`` is what was not received yet."""
 
     def __init__(self, network: MemoryNetwork, port: int) -> None:
         self._network = network
         self.port = port
         self._opened: dict[str, int] = {}
-        self._queue: list[tuple[float, int, Arrival]] = []
+        self.arrived: list[Arrival] = []
 
     def connect(self, link: str, host: str, port: int) -> None:
         """Open a link to a port; ``host`` is ignored."""
@@ -91,14 +82,8 @@ class MemoryChannel:
 
     def receive(self) -> list[Arrival]:
         """What has arrived by now."""
-        arrived: list[Arrival] = []
-        while self._queue and self._queue[0][0] <= self._network.clock():
-            arrived.append(heapq.heappop(self._queue)[2])
+        arrived, self.arrived = self.arrived, []
         return [item for item in arrived if item.link.startswith("in:") or item.link in self._opened]
-
-    def enqueue(self, arrives: float, order: int, item: Arrival) -> None:
-        """Called by the network."""
-        heapq.heappush(self._queue, (arrives, order, item))
 
     def lose_links_to(self, port: int) -> None:
         """Called by the network when a process is gone."""
@@ -107,8 +92,7 @@ class MemoryChannel:
                 self._lose(link)
 
     def _lose(self, link: str) -> None:
-        lost = LinkLost(link, PeerLoss.PROCESS_GONE)
-        self.enqueue(self._network.clock(), self._network.next_number(), lost)
+        self.arrived.append(LinkLost(link, PeerLoss.PROCESS_GONE))
 
     def wait(self, timeout_s: float) -> None:
         """Returns at once: time is the caller's."""

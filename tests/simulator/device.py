@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.errors import LocalError
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
 from kvconnect.transfer.local import Local
 from tests.simulator.world import World
+from tests.transfer.kernels import SlowTicket
 
 _OF_BLOCKS = 2
 """The further arguments of a packer of held blocks."""
@@ -58,26 +58,6 @@ class Stream:
         return lambda: self._ran >= number
 
 
-class SimTicket:
-    """A pack or unpack that runs when its time comes."""
-
-    def __init__(self) -> None:
-        self.ticket: PackTicket | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.ticket is not None
-
-    @property
-    def digest(self) -> int | None:
-        if self.ticket is None:
-            raise LocalError("the digest of a kernel that has not run")
-        return self.ticket.digest
-
-    def wait(self) -> None:
-        raise LocalError("nobody may wait for a kernel")
-
-
 class SimPacker:
     """A packer whose kernels run on a stream. The rest of it is the real one's.
 
@@ -104,21 +84,21 @@ class SimPacker:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._packer, name)
 
-    def pack(self, slot: int, staged: StagedChunk, seed: int, *coder: None) -> SimTicket:
+    def pack(self, slot: int, staged: StagedChunk, seed: int, *coder: None) -> SlowTicket:
         self._fills(slot)
         return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed, *coder))
 
-    def unpack(self, slot: int, staged: StagedChunk, seed: int, *coder: None) -> SimTicket:
+    def unpack(self, slot: int, staged: StagedChunk, seed: int, *coder: None) -> SlowTicket:
         self._takes(slot)
         return self._launch(self._target, staged, lambda: self._packer.unpack(slot, staged, seed, *coder))
 
-    def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], PackTicket]) -> SimTicket:
-        ticket, what = SimTicket(), (side, staged)
+    def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], PackTicket]) -> SlowTicket:
+        ticket, what = SlowTicket(kernel), (side, staged)
         self._stream.pending.append(what)
 
         def run() -> None:
             self._stream.pending.remove(what)
-            ticket.ticket = kernel()
+            ticket.run()
 
         self._stream.launch(run)
         return ticket

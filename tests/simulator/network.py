@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvconnect.errors import PeerError
 from kvconnect.peer.channel import Arrival, Frame, LinkLost
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.messages import CreditGrant, Fetch, Landed, Message, Side, decode
+from kvconnect.peer.messages import Bad, CreditGrant, Fetch, Landed, Message, Side, decode
 from tests.simulator.world import World
 
 _LARGEST_BYTES = 1 << 30
@@ -27,12 +27,11 @@ def tag_of(data: bytes) -> bytes:
 
 
 def read_frame(data: bytes, *, to_decode: bool) -> Message:
-    """The message of a frame.
-
-    Raises:
-        PeerError: it is none that this side of a conversation is sent.
-    """
-    return decode(Side.DECODE if to_decode else Side.PREFILL, data, _LARGEST_BYTES)
+    """The message of a frame; ``Bad`` if it is none that this side of a conversation is sent."""
+    try:
+        return decode(Side.DECODE if to_decode else Side.PREFILL, data, _LARGEST_BYTES)
+    except PeerError as error:
+        return Bad(str(error))
 
 
 Grant = tuple[str, int, int]
@@ -52,18 +51,15 @@ class Grants:
         tag = tag_of(data)
         if b"fetch" in tag or b"granted" in tag:
             message = read_frame(data, to_decode=False)
-            assert isinstance(message, Fetch | CreditGrant)
-            for grant in message.grants:
-                self._granted[grant.address] = (link, message.transfer_id, grant.generation)
-                self.granted(grant.address)
+            if isinstance(message, Fetch | CreditGrant):
+                for grant in message.grants:
+                    self._granted[grant.address] = (link, message.transfer_id, grant.generation)
+                    self.granted(grant.address)
 
     def heard(self, link: str, data: bytes) -> None:
         """Such a peer says something."""
         if b"landed" in tag_of(data):
-            try:
-                message = read_frame(data, to_decode=True)
-            except PeerError:
-                return
+            message = read_frame(data, to_decode=True)
             if isinstance(message, Landed):
                 self._landed.add((link, message.transfer_id, message.generation))
 

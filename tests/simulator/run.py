@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from kvconnect.errors import PeerError
 from kvconnect.peer.messages import CreditGrant, Fetch, Hello, Welcome
 from tests.simulator.checks import Checks
 from tests.simulator.clients import Client, Host, Thief
@@ -47,10 +46,7 @@ def format_event(event: Sequence[object]) -> str:
 
 
 def _describe(link: str, data: bytes) -> str:
-    try:
-        message = read_frame(data, to_decode=link.startswith("in:"))
-    except PeerError as error:
-        return str(error)
+    message = read_frame(data, to_decode=link.startswith("in:"))
     name = type(message).__name__
     match message:
         case Hello(introduction=who) | Welcome(introduction=who):

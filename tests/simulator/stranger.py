@@ -12,13 +12,12 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvconnect.engine.base import Batch
 from kvconnect.engine.lanes import Transport
-from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause
 from kvconnect.peer.messages import (
     Accepted,
@@ -28,7 +27,6 @@ from kvconnect.peer.messages import (
     CreditGrant,
     CreditRequest,
     Fetch,
-    FindPrefix,
     Hello,
     Landed,
     Message,
@@ -63,15 +61,8 @@ _PASSED, _CHANGED, _DELAYED = 0.85, 0.09, 0.03
 _ADDED, _ECHOED, _NAGGED = 0.4, 0.7, 0.1
 _NAGS, _NAGS_EVERY_S = 30, 1.5
 _WAITS_S = (0.0, 0.0, 0.002, 0.3, 3.0)
-
-
-def _read(data: bytes, to_decode: bool) -> Message:
-    try:
-        return read_frame(data, to_decode=to_decode)
-    except PeerError:
-        return Bad("a lie of its own")
-
-
+_TRUE = ("version", "introduction")
+"""Fields without which nobody would listen any more."""
 _NUMBERED = (Fetch, CreditGrant, Landed, Accepted, Written, CreditRequest)
 """What is said of one fetch."""
 
@@ -97,7 +88,7 @@ class Liar:
         if not any(name in tag for name in _OF_USE[to_decode]):
             return []
         self._overheard[to_decode].append(data)
-        message = _read(data, to_decode)
+        message = read_frame(data, to_decode=to_decode)
         if isinstance(message, Fetch | Release) and message.handle not in self._handles:
             self._handles.append(message.handle)
         if isinstance(message, Fetch | CreditGrant):
@@ -113,7 +104,7 @@ class Liar:
         """What is said in place of a frame; ``to_decode``: a peer that fetches from us hears it."""
         rng = self._rng
         frames: Said = []
-        message, kind = _read(data, to_decode), rng.random()
+        message, kind = read_frame(data, to_decode=to_decode), rng.random()
         if isinstance(message, PrefixFound):
             # One in two: it is asked but once or twice.
             kind = _PASSED + kind * 2 * _CHANGED
@@ -125,7 +116,8 @@ class Liar:
             frames.append((rng.choice(_WAITS_S), data))
         known = [data, *self._overheard[to_decode]]
         while rng.random() < _ADDED:
-            frames.append((rng.choice(_WAITS_S), self._lie(_read(rng.choice(known), to_decode), to_decode)))
+            other = read_frame(rng.choice(known), to_decode=to_decode)
+            frames.append((rng.choice(_WAITS_S), self._lie(other, to_decode)))
         if to_decode and rng.random() < _NAGGED:
             frames += self._nagged(message)
         return frames
@@ -188,77 +180,40 @@ class Liar:
             )
         )
 
-    def _changed(self, message: Message) -> Message:
-        """The message with some of its fields as they should not be."""
-        rng, near = self._rng, self._near
-        fields: dict[str, object]
-        match message:
-            case Landed() if rng.random() < 0.5:
-                # All else is right: then nothing but the number says that it is another slot.
-                lent = (*self._generations, max(1, near(message.generation)))
-                fields = {"generation": rng.choice(lent)}
-            case Landed():
-                fields = {
-                    "transfer_id": near(message.transfer_id),
-                    "chunk": near(message.chunk),
-                    "generation": max(1, near(message.generation)),
-                    "length_bytes": near(message.length_bytes),
-                    "digest": rng.choice((None, 0, (message.digest or 0) ^ 1)),
-                    "epoch": near(message.epoch),
-                }
-            case Written():
-                fields = {
-                    "transfer_id": near(message.transfer_id),
-                    "ok": not message.ok,
-                    "quiescent": not message.quiescent,
-                    "again": not message.again,
-                    "seconds": self._time(),
-                    "epoch": near(message.epoch),
-                }
-            case Accepted() | Cancel() | CreditRequest():
-                fields = {"transfer_id": near(message.transfer_id)}
-            case Renewed():
-                fields = {"epochs": tuple((handle, near(epoch)) for handle, epoch in message.epochs)}
-            case Welcome():
-                fields = {"lease_s": self._time(), "clock_s": self._time()}
-            case Fetch():
-                fields = {
-                    "transfer_id": near(message.transfer_id),
-                    "handle": rng.choice(self._handles),
-                    "num_tokens": near(message.num_tokens),
-                    "consumers": rng.randint(1, 3),
-                    "timeout_s": self._time(),
-                    "until_s": self._time(),
-                    "chunks": message.chunks * 2,
-                    "grants": message.grants * 2,
-                }
-            case FindPrefix(prefix=prefix):
-                fields = {
-                    "number": near(message.number),
-                    "prefix": msgspec.structs.replace(
-                        prefix,
-                        start_tokens=near(prefix.start_tokens),
-                        names=prefix.names[::-1] if rng.random() < 0.5 else prefix.names * 2,
-                    ),
-                    "max_tokens": near(message.max_tokens),
-                }
-            case PrefixFound():
-                fields = {
-                    "number": near(message.number),
-                    "num_tokens": rng.choice((near(message.num_tokens), message.num_tokens * 2, 8, 1 << 30)),
-                    "total_bytes": rng.choice((0, 1, 1 << 40)),
-                    "error": rng.choice(("", "a lie")),
-                }
-            case CreditGrant():
-                fields = {"transfer_id": near(message.transfer_id), "grants": message.grants * 2}
-            case Release():
-                fields = {"handle": rng.choice(self._handles), "consumers": rng.randint(1, 3)}
-            case Renew():
-                fields = {"handles": tuple(self._handles)}
-            case _:
-                return message
-        names = rng.sample(sorted(fields), rng.randint(1, min(3, len(fields))))
-        return msgspec.structs.replace(message, **{name: fields[name] for name in names})
+    def _changed(self, said: Any) -> Any:
+        """A message, or what is in one, with some of its fields as they should not be."""
+        rng = self._rng
+        names = [name for name in said.__struct_fields__ if name not in _TRUE]
+        some = rng.sample(names, min(len(names), rng.randint(1, 3)))
+        if isinstance(said, Landed) and rng.random() < 0.5:
+            # All else is right: then nothing but the number says that it is another slot.
+            some = ["generation"]
+        wrong = {name: self._wrong(name, getattr(said, name)) for name in some}
+        return msgspec.structs.replace(said, **wrong)
+
+    def _wrong(self, name: str, value: Any) -> Any:
+        """Something else of the same type."""
+        rng = self._rng
+        match value:
+            case bool():
+                return not value
+            case int() if name == "generation":
+                return rng.choice((*self._generations, max(1, self._near(value))))
+            case int():
+                return rng.choice((self._near(value), self._near(value), 8, 1 << 30))
+            case float():
+                return self._time()
+            case str() if name == "handle":
+                return rng.choice(self._handles)
+            case tuple() if name == "handles":
+                return tuple(self._handles)
+            case tuple() if name == "epochs":
+                return tuple((handle, self._near(epoch)) for handle, epoch in value)
+            case tuple():
+                return rng.choice((value * 2, value[::-1]))
+            case msgspec.Struct():
+                return self._changed(value)
+        return value
 
 
 _STRAY = 0.3

@@ -35,7 +35,7 @@ class SlowTicket:
         return self._ticket.has_failed
 
     def wait(self) -> None:
-        raise AssertionError("nobody may wait for a kernel")
+        raise LocalError("nobody may wait for a kernel")
 
 
 class SlowKernels:

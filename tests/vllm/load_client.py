@@ -1,8 +1,4 @@
-"""A client of one system of servers under load. It runs in a process of its own, beside those of others.
-
-A job is warmed up, and then run: all clients begin at one moment of the monotonic clock, which processes of
-one machine share.
-"""
+"""A client of one pair of servers under load. A job is warmed up, and then run."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,15 +30,15 @@ _now = time.monotonic
 
 @dataclass(frozen=True)
 class Job:
-    """What a system is asked. ``prefill`` is empty where ``decode`` servers, in turn, do all of it.
+    """What a pair is asked.
 
     ``in_flight`` clients wait for their answers; with 0, requests arrive by the rate of the load. With
     ``num_cached`` so many prompts come again and again, and are cached where they are prefilled. ``router``
-    is asked in place of the servers, where there is one; its answers are of tokens that are one letter each.
+    is asked in place of the pair, where there is one; its answers are of tokens that are one letter each.
     """
 
     prefill: str
-    decode: tuple[str, ...]
+    decode: str
     load: Load
     requests: int
     seed: int
@@ -72,28 +68,25 @@ def warm_up(job: Job, requests: int) -> bodies.SideChannel | None:
     return asyncio.run(_warm_up(job, requests))
 
 
-def run(job: Job, channel: bodies.SideChannel | None, starts_at: float) -> list[Sample]:
-    """Serve the job's requests from a moment of the monotonic clock on."""
-    return asyncio.run(_run(job, channel, starts_at))
+def run(job: Job, channel: bodies.SideChannel | None = None) -> list[Sample]:
+    """Serve the job's requests."""
+    return asyncio.run(_run(job, channel))
 
 
 async def _warm_up(job: Job, requests: int) -> bodies.SideChannel | None:
     # Other prompts than those that count.
     others = replace(job, requests=requests, seed=-1 - job.seed, num_cached=0, is_parallel=False)
     async with _client(others, None) as client:
-        await client.serve(others.prompts(), _now())
-        if job.num_cached:
-            # At every server that may prefill it.
-            for prompt, url in itertools.product(job.prompts(), [job.prefill] if job.prefill else job.decode):
-                await client.cache(url, prompt)
+        await client.serve(others.prompts())
+        for prompt in job.prompts() if job.num_cached else ():
+            await client.cache(prompt)
     return client.channel
 
 
-async def _run(job: Job, channel: bodies.SideChannel | None, starts_at: float) -> list[Sample]:
+async def _run(job: Job, channel: bodies.SideChannel | None) -> list[Sample]:
     texts = job.prompts()
     async with _client(job, channel) as client:
-        await asyncio.sleep(starts_at - _now())
-        return await client.serve(texts, starts_at)
+        return await client.serve(texts)
 
 
 @asynccontextmanager
@@ -117,38 +110,36 @@ class Client:
         self._job = job
         self._began = 0.0
 
-    async def serve(self, texts: list[str], starts_at: float) -> list[Sample]:
+    async def serve(self, texts: list[str]) -> list[Sample]:
         """All requests of the job."""
-        self._began = starts_at
+        self._began = _now()
         if not self._job.in_flight:
             rate = self._job.load.rate_per_s or 1.0
             moments = enumerate(arrivals_s(rate, self._job.requests, self._job.seed))
-            return await asyncio.gather(*(self._arrives(n, texts[n % len(texts)], at) for n, at in moments))
+            return await asyncio.gather(*(self._arrives(texts[n % len(texts)], at) for n, at in moments))
         numbers = iter(range(self._job.requests))
 
         async def take_turns() -> list[Sample]:
             # All clients take from one iterator.
-            return [await self._one(n, texts[n % len(texts)], _now()) for n in numbers]
+            return [await self._one(texts[n % len(texts)], _now()) for n in numbers]
 
         found = await asyncio.gather(*(take_turns() for _ in range(self._job.in_flight)))
         return [sample for each in found for sample in each]
 
-    async def cache(self, url: str, prompt: str) -> None:
-        """Have a server compute a prompt; whether it did shows in the run."""
-        try:
-            await self._answer("P", url, _body(prompt, max_tokens=1))
-        except LegFailed:
-            return
+    async def cache(self, prompt: str) -> None:
+        """Have the prefill server compute a prompt; whether it did shows in the run."""
+        with suppress(LegFailed):
+            await self._answer("P", self._job.prefill, _body(prompt, max_tokens=1))
 
-    async def _arrives(self, number: int, prompt: str, after_s: float) -> Sample:
+    async def _arrives(self, prompt: str, after_s: float) -> Sample:
         arrival = self._began + after_s
         await asyncio.sleep(arrival - _now())
-        return await self._one(number, prompt, arrival)
+        return await self._one(prompt, arrival)
 
-    async def _one(self, number: int, prompt: str, arrival: float) -> Sample:
+    async def _one(self, prompt: str, arrival: float) -> Sample:
         sent = _now()
         try:
-            sample = await self._through(self._job.decode[number % len(self._job.decode)], prompt)
+            sample = await self._through(prompt)
         except Exception as error:
             # Whatever it is: a run does not end for one request.
             known = isinstance(error, LegFailed)
@@ -157,12 +148,11 @@ class Client:
         first = sample.first_token_s - arrival
         return replace(sample, ended_s=_now() - self._began, late_s=sent - arrival, first_token_s=first)
 
-    async def _through(self, url: str, prompt: str) -> Sample:
+    async def _through(self, prompt: str) -> Sample:
         """One request through its legs; ``first_token_s`` is still a moment."""
+        url = self._job.decode
         if self._job.router:
             return await self._decode(self._job.router, prompt, None)
-        if not self._job.prefill:
-            return await self._decode(url, prompt, None)
         if not self._job.is_parallel or self.channel is None:
             prefill_s, params = await self._prefill(prompt, bodies.ASK_FOR_REMOTE_DECODE)
             return replace(await self._decode(url, prompt, params), prefill_s=prefill_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from kvconnect.node.children import Samples
+
 PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_SLOW = 3
-"""So many medians are slow."""
 _SHOWN_ERRORS = 5
-_BUCKET = re.compile(r'(?P<name>[\w:]+)_bucket\{.*?\ble="(?P<edge>[^"]+)".*\} (?P<count>\S+)')
 
 Buckets = Mapping[float, float]
 """A histogram: upper edges in seconds, ascending, and how many observations are not above each."""
@@ -63,10 +61,10 @@ def prompts(length: int, count: int, seed: int, tokens: Sequence[int] = range(25
 class Sample:
     """What a client saw of one request: seconds, those of moments since the start of its run.
 
-    ``late_s`` is by how much the client itself began too late; ``prefill_s`` is None where nobody was asked
-    to prefill; ``decode_s`` is from asking the decode server to its first token, ``first_token_s`` from the
-    arrival to the same. ``gaps_s`` lie between pieces of the stream, which are tokens unless the server
-    joins some. ``error`` is why there is none of these.
+    ``late_s`` is by how much the client itself began too late; ``prefill_s`` is None behind a router;
+    ``decode_s`` is from asking the decode server to its first token, ``first_token_s`` from the arrival to
+    the same. ``gaps_s`` lie between pieces of the stream, which are tokens unless the server joins some.
+    ``error`` is why there is none of these.
     """
 
     ended_s: float
@@ -100,13 +98,12 @@ def in_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(quantile(seconds, part) * 1e3, 2) for name, part in PARTS.items()}
 
 
-def buckets(metrics: str, name: str) -> dict[float, float]:
-    """The histogram ``name`` in the text of ``/metrics``, summed over its labels."""
+def buckets(metrics: Samples, name: str) -> dict[float, float]:
+    """The histogram ``name``, summed over its labels."""
     found: Counter[float] = Counter()
-    for line in metrics.splitlines():
-        match = _BUCKET.match(line)
-        if match and match["name"] == name:
-            found[float(match["edge"])] += float(match["count"])
+    for (sample, labels), count in metrics.items():
+        if sample == name + "_bucket":
+            found[float(dict(labels)["le"])] += count
     return dict(sorted(found.items()))
 
 
@@ -130,12 +127,6 @@ def bucket_quantile(observed: Buckets, part: float) -> float:
     return math.nan
 
 
-def bucket_above(observed: Buckets, limit: float) -> float:
-    """How many observations are certainly above ``limit``: those above the bucket in which it lies."""
-    total = max(observed.values(), default=0)
-    return total - min((count for edge, count in observed.items() if edge >= limit), default=total)
-
-
 def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[str, Any]:
     """What one run of one system comes to; times are quantiles in milliseconds.
 
@@ -150,16 +141,12 @@ def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[
         "decode_gap_ms": [gap for one in served for gap in one.gaps_s],
     }
     told: dict[str, Any] = {name: in_ms(values) for name, values in seen.items() if values}
-    median_s = bucket_quantile(loads, 0.5)
-    if not math.isnan(median_s):
+    if count := int(max(loads.values(), default=0)):
         told["load_ms"] = {name: round(bucket_quantile(loads, part) * 1e3, 2) for name, part in PARTS.items()}
-        told["loads"] = int(max(loads.values()))
-        told["slow_loads"] = int(bucket_above(loads, _SLOW * median_s))
-    legs = seen["decode_leg_ms"]
+        told["loads"] = count
     took_s = max((one.ended_s for one in samples), default=math.nan)
     return {
         **told,
-        "slow_decode_legs": sum(leg > _SLOW * quantile(legs, 0.5) for leg in legs),
         "requests": len(samples),
         "failures": dict(Counter(one.error for one in samples if one.error)),
         "failed": len(samples) - len(served),
@@ -171,7 +158,7 @@ def figures(samples: Sequence[Sample], loads: Buckets, tokens_out: int) -> dict[
 
 
 _RATES = ("requests_per_s", "tokens_per_s")
-_COUNTS = ("requests", "failed", "loads", "slow_loads", "slow_decode_legs")
+_COUNTS = ("requests", "failed", "loads")
 
 
 def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

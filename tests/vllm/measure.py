@@ -12,32 +12,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from kvconnect.node.children import fetch
 from tests.vllm.pairs import (
+    GPU_BLOCK,
     NIXL,
     Lines,
     Pair,
     Variant,
     ask,
-    brought_up,
+    both_served,
     command_line,
-    environment,
-    gpu_options,
     named_variant,
     prepared,
-    stopped,
-    tell_failure,
 )
-from tests.vllm.servers import Server, awake, members, random_prompt
+from tests.vllm.servers import Server, awake, members, random_prompt, running, stopped
 from tests.vllm.tiny_models import Recipe
 
 _METRICS_WITHIN_S = 3.0
@@ -58,10 +54,6 @@ _REQUEST = {
     "step_s": "vllm:request_prefill_time_seconds_sum",
 }
 """The decode server's own view: until it had the KV, and from then to the first token."""
-
-_FACTS = re.compile(
-    r"model runner|attention backend|AttentionBackend|FlashAttention|layout|KV cache size", re.I
-)
 
 
 def transferred(
@@ -104,13 +96,13 @@ def _scatter_all(pairs: Sequence[Pair], given: argparse.Namespace, lines: Lines)
     not. Prompts of one token are decoded side by side until each has so many blocks: between two blocks of a
     prompt lies one of every other.
     """
-    num_blocks = max(given.lengths) // given.block_size + 64
+    num_blocks = max(given.lengths) // GPU_BLOCK + 64
     began = time.perf_counter()
 
     def scatter(server: Server, blocks_each: int) -> None:
         prompts = [[number % 256] for number in range(-(-num_blocks // blocks_each))]
         body = {"model": "tiny", "prompt": prompts, "ignore_eos": True}
-        fetch(server.url + "/v1/completions", body | {"max_tokens": blocks_each * given.block_size - 1}, 120)
+        fetch(server.url + "/v1/completions", body | {"max_tokens": blocks_each * GPU_BLOCK - 1}, 120)
 
     # Not the same order on both sides: sorted by address it would be whole again.
     asked = [(server, blocks) for pair in pairs for server, blocks in ((pair.prefill, 5), (pair.decode, 7))]
@@ -134,30 +126,19 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _started(recipe: Recipe, given: argparse.Namespace, folder: Path) -> list[Pair]:
-    options = ["--max-model-len", str(max(given.lengths) + 128)]
+    options, places = ["--max-model-len", str(max(given.lengths) + 128)], given.gpus.split(",")
+    options += [] if given.cpu else ["--max-num-seqs", str(min(512, given.chunk))]
+    both = [[*options, "--no-enable-prefix-caching"]] * 2
     if given.cpu:
-        options += ["--max-num-batched-tokens", "2048"]
-    else:
-        options += gpu_options(given.chunk, given.kv_gib, given.block_size, given.attention_backend)
-        options += ["--max-num-seqs", str(min(512, given.chunk))]
-    made = []
-    for number, variant in enumerate(given.variants):
-        servers = []
-        for role, place in zip(("producer", "consumer"), given.gpus.split(","), strict=True):
-            settings = environment(None if given.cpu else place)
-            if given.cpu:
-                settings["VLLM_CPU_KVCACHE_SPACE"] = str(given.kv_gib)
-            # On a CPU prompts are computed once for all turns, by both cores: nobody else computes meanwhile.
-            cpu = ("0-1" if role == "producer" else "1") if given.cpu else "0"
-            caching = [] if given.cpu and role == "producer" else ["--no-enable-prefix-caching"]
-            name, config = f"pair{number}-{role}", variant.config(role)
-            servers.append(Server(recipe, folder, name, cpu, config, [*options, *caching], settings))
-        made.append(Pair(variant, *servers))
-    return made
+        # Prompts are computed once for all turns, by both cores: nobody else computes meanwhile.
+        both[0], places[0] = options, "0-1"
+    return [
+        both_served(variant, recipe, folder, given, both, places, graphs=()) for variant in given.variants
+    ]
 
 
-def compare(pairs: list[Pair], given: argparse.Namespace, lines: Lines) -> None:
-    """Hand prompts over with each pair in turn. A pair that fails is left out from then on."""
+def compare(pairs: Sequence[Pair], given: argparse.Namespace, lines: Lines) -> None:
+    """Hand prompts over with each pair in turn."""
     for length in given.lengths:
         samples: dict[str, list[dict[str, Any]]] = {}
         begins = random_prompt(length - 8, length)
@@ -165,17 +146,10 @@ def compare(pairs: list[Pair], given: argparse.Namespace, lines: Lines) -> None:
         for turn in range(given.rounds + 1):
             prompt = begins + random_prompt(8, turn) if given.cpu else random_prompt(length, length + turn)
             first: list[int] | None = None
-            for pair in list(pairs):
-                with ExitStack() as stack:
-                    if given.cpu:
-                        stack.enter_context(awake(pair.servers))
-                    try:
-                        sample = measured(pair, prompt)
-                        local = ask(pair.prefill.url, prompt)
-                    except Exception:
-                        tell_failure(pair, lines)
-                        pairs.remove(pair)
-                        continue
+            for pair in pairs:
+                with awake(pair.servers) if given.cpu else nullcontext():
+                    sample = measured(pair, prompt)
+                    local = ask(pair.prefill.url, prompt)
                 first = first or sample["output"]
                 sample["local_s"] = local.first_token_s
                 sample["like_local"] = sample["output"] == local.tokens
@@ -222,12 +196,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         extra={},
         lengths=("1024,4096", "1025,8193,32769"),
         rounds=8,
-        chunk=1024,
-        block_size=16,
+        chunk=(2048, 1024),
         pool="scattered",
         kv_gib=(3, 12),
         gpus="0,1",
-        attention_backend="FLASH_ATTN",
         idle_s=0.0,
     )
     given.lengths = [int(length) for length in given.lengths.split(",")]
@@ -247,13 +219,11 @@ def main() -> None:
     given = parsed()
     tiny = "gqa" if given.idle_s else "heavy"
     with prepared(given, given.gpus.split(",")[0], tiny=tiny) as (recipe, logs, lines), ExitStack() as stack:
-        pairs = stack.enter_context(brought_up(_started(recipe, given, logs), lines))
-        for server in (server for pair in pairs for server in pair.servers):
-            said = server.log.read_text(errors="replace").splitlines()
-            facts = [line[-200:] for line in said if _FACTS.search(line)][:20]
-            lines.write("server", server=server.name, facts=facts)
+        pairs = _started(recipe, given, logs)
+        servers = stack.enter_context(running(*(server for pair in pairs for server in pair.servers)))
         if given.cpu or given.idle_s:
-            stack.enter_context(stopped([server for pair in pairs for server in pair.servers]))
+            # Some connectors keep a core busy when idle.
+            stack.enter_context(stopped(*servers))
         elif given.pool == "scattered":
             _scatter_all(pairs, given, lines)
         if given.idle_s:

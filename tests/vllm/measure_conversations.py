@@ -30,15 +30,14 @@ from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import (
     Lines,
     ask,
-    beside_pulls,
-    brought_up,
     command_line,
     computed_tokens,
     prepared,
     pulling_pair,
     pulls,
+    served,
 )
-from tests.vllm.servers import Server, random_prompt
+from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _SETTLE_S = 2.0
@@ -55,13 +54,8 @@ class Node:
     source: str | None
 
 
-@dataclass(frozen=True)
-class Group:
-    """Two servers that are configured alike, and those of them that are routed to."""
-
-    name: str
-    servers: tuple[Server, ...]
-    nodes: Sequence[Node]
+Group = Sequence[Node]
+"""Servers that are configured alike."""
 
 
 def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace) -> Group:
@@ -83,17 +77,16 @@ def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace)
         config: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         config["kv_connector_extra_config"] = {"cpu_bytes_to_use": given.cpu_gib << 30}
         made = [
-            (beside_pulls(recipe, folder, f"{name}{number}", number, config, given, own), None)
-            for number, own in enumerate(each)
+            (served(recipe, folder, f"{name}{number}", where, config, given, own), None)
+            for number, (where, own) in enumerate(zip(given.gpus.split(","), each, strict=True))
         ]
-    nodes = [Node(server, *place, source) for (server, source), place in zip(made, places, strict=True)]
-    return Group(name, tuple(server for server, _ in made), nodes[: given.servers])
+    return [Node(server, *place, source) for (server, source), place in zip(made, places, strict=True)]
 
 
 @contextmanager
 def _own_router(group: Group, folder: Path, *more: str) -> Iterator[str]:
     command = [*COMMAND, "router", "--port", "0", *more]
-    for node in group.nodes:
+    for node in group:
         command += ["--decode", node.server.url]
     child = Child("router", command, folder / f"router-{free_port()}.log", ENVIRONMENT).start()
     try:
@@ -106,7 +99,7 @@ def _own_router(group: Group, folder: Path, *more: str) -> Iterator[str]:
 def by_prefix(group: Group, folder: Path, _: argparse.Namespace) -> Iterator[str]:
     """``kvconnect router`` that follows the servers' KV events."""
     more = ["--policy", "prefix"]
-    for node in group.nodes:
+    for node in group:
         more += ["--kv-event-source", f"{node.server.url}={node.events}"]
         more += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
         more += ["--kv-source", f"{node.server.url}={node.source}"] if node.source else []
@@ -127,8 +120,8 @@ def kv_aware(group: Group, folder: Path, given: argparse.Namespace) -> Iterator[
     port = free_port()
     command = [str(given.vllm_router), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port()), "--policy", "kv_aware"]
-    command += ["--worker-urls", *(node.server.url for node in group.nodes)]
-    for node in group.nodes:
+    command += ["--worker-urls", *(node.server.url for node in group)]
+    for node in group:
         command += ["--kv-event-source", f"{node.server.url}={node.events}"]
         command += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
     block = 128 if given.cpu else 16
@@ -155,7 +148,7 @@ SYSTEMS: Mapping[str, tuple[str, _Router]] = {
 def warm_up(group: Group, given: argparse.Namespace, seed: int) -> None:
     """Both compute, and take what the other computed: then kernels, link and prefill rate are known."""
     for turn in range(3):
-        one, other = group.servers[:: 1 if turn % 2 else -1]
+        one, other = (node.server for node in group[:: 1 if turn % 2 else -1])
         prompts = [random_prompt(given.first, seed + 10 * turn + number) for number in range(2)]
         for prompt in prompts:
             ask(one.url, prompt, 2)
@@ -164,7 +157,7 @@ def warm_up(group: Group, given: argparse.Namespace, seed: int) -> None:
             ask(other.url, prompt, 2)
 
 
-def served(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[float]], list[str]]:
+def conversed(url: str, given: argparse.Namespace, seed: int) -> tuple[list[list[float]], list[str]]:
     """The first tokens of each turn, and what failed."""
     rng = random.Random(seed)
     histories = [random_prompt(given.first, rng.getrandbits(32)) for _ in range(given.conversations)]
@@ -193,12 +186,13 @@ def measured(
     name: str, group: Group, folder: Path, given: argparse.Namespace, seed: int, lines: Lines
 ) -> float:
     """One run of a system; the mean first token in seconds."""
-    before, pulled = computed_tokens(*group.servers), pulls(*group.servers)
+    servers = [node.server for node in group]
+    before, pulled = computed_tokens(*servers), pulls(*servers)
     with SYSTEMS[name][1](group, folder, given) as url:
         began = time.monotonic()
-        turns, failures = served(url, given, seed)
+        turns, failures = conversed(url, given, seed)
         took_s = time.monotonic() - began
-    after = pulls(*group.servers)
+    after = pulls(*servers)
     seconds = [value for turn in turns for value in turn]
     mean = statistics.mean(seconds) if seconds else 0.0
     lines.write(
@@ -208,7 +202,7 @@ def measured(
         mean_first_token_ms=round(1000 * mean, 1),
         p50_p90_ms=[round(1000 * quantile(seconds, part), 1) for part in (0.5, 0.9)],
         by_turn_ms=[round(1000 * statistics.mean(turn), 1) for turn in turns if turn],
-        computed_tokens=computed_tokens(*group.servers) - before,
+        computed_tokens=computed_tokens(*servers) - before,
         pulls={outcome: after[outcome] - pulled[outcome] for outcome in after},
         took_s=round(took_s, 1),
         requests=len(seconds),
@@ -224,10 +218,9 @@ def compare(groups: Mapping[str, Group], folder: Path, given: argparse.Namespace
     means: dict[str, list[float]] = {}
     for turn in range(given.rounds):
         for number, name in enumerate(given.system):
-            if group := groups.get(SYSTEMS[name][0]):
-                seed = given.seed + 1000 * turn + number
-                mean = measured(name, group, folder, given, seed, lines)
-                means.setdefault(name, []).append(mean)
+            seed = given.seed + 1000 * turn + number
+            mean = measured(name, groups[SYSTEMS[name][0]], folder, given, seed, lines)
+            means.setdefault(name, []).append(mean)
     medians = {name: statistics.median(values) for name, values in means.items()}
     own = medians.get("prefix")
     ratios = {name: round(own / value, 3) for name, value in medians.items() if own and value}
@@ -246,7 +239,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "system": f"of {', '.join(SYSTEMS)}; repeatable; all, without a GPU kvconnect's",
             "vllm_router": "the program; without it kv-aware-offloading is left out",
             "first": "tokens of each conversation's first prompt",
-            "servers": "1 or 2 of each kind that get conversations",
             "blocks": "of 128 tokens, of each server on a CPU",
         },
         system=[],
@@ -257,13 +249,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         new=(128, 512),
         out=(8, 64),
         in_flight=(2, 16),
-        servers=2,
         rounds=1,
         engine="nixl",
         extra={},
         gpus="0,1",
-        chunk=8192,
-        kv_gib=12,
+        chunk=(512, 8192),
+        kv_gib=(1, 12),
         blocks=24,
         cpu_gib=(1, 20),
         seed=1,
@@ -281,9 +272,9 @@ def main() -> None:
     given = parsed()
     with prepared(given, given.gpus.split(",")[0]) as (recipe, logs, lines):
         names = list(dict.fromkeys(SYSTEMS[name][0] for name in given.system))
-        started = [_started(name, recipe, logs, given) for name in names]
-        with brought_up(started, lines) as up:
-            compare({group.name: group for group in up}, logs, given, lines)
+        groups = {name: _started(name, recipe, logs, given) for name in names}
+        with running(*(node.server for group in groups.values() for node in group)):
+            compare(groups, logs, given, lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ that transfers are the bottleneck. What the others got is compared: their tokens
 vLLM's own NixlConnector, their first tokens with the run in which all clients stayed. One JSON object a pair,
 on standard output and in a file; nothing here asserts.
 
-    python -m tests.vllm.measure_leavers --engines nixl,mooncake:nvlink --reference-gpus 2,3 --json FILE
+    python -m tests.vllm.measure_leavers --engines nixl,mooncake:nvlink --json FILE
     python -m tests.vllm.measure_leavers --cpu --requests 40 --in-flight 4
 
 Batches differ from run to run, and with them, now and then, the last bits of a sum: the reference is asked
@@ -24,23 +24,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvconnect.node.children import BadAnswer, read_metrics
-from tests.vllm.load_figures import in_ms, quantile
+from tests.vllm.load_figures import in_ms
 from tests.vllm.pairs import (
-    GRAPHS,
     NIXL,
     Pair,
     Variant,
     ask,
+    both_served,
     command_line,
     computed_tokens,
-    environment,
-    gpu_options,
     named_variant,
     prepared,
 )
@@ -67,7 +64,6 @@ class Outcome:
     prompt: int
     left: bool
     error: str = ""
-    prefill_s: float = 0.0
     first_token_s: float = 0.0
     tokens: tuple[int, ...] = ()
 
@@ -103,16 +99,14 @@ class Load:
         index = number % len(self._prompts)
         prompt, left = self._prompts[index], leaves_after_s is not None
         try:
-            began = time.perf_counter()
             params = self._pair.prefill.prefilled(prompt)
-            prefill_s = time.perf_counter() - began
             if leaves_after_s is not None:
                 self._pair.decode.abandon(prompt, leaves_after_s, kv_transfer_params=params)
-                return Outcome(index, left, prefill_s=prefill_s)
+                return Outcome(index, left)
             answer = ask(self._pair.decode.url, prompt, self._given.output_tokens, kv_transfer_params=params)
         except (BadAnswer, OSError) as error:
             return Outcome(index, left, error=f"{error!r}"[:_ERROR_CHARACTERS])
-        return Outcome(index, left, "", prefill_s, answer.first_token_s, tuple(answer.tokens))
+        return Outcome(index, left, "", answer.first_token_s, tuple(answer.tokens))
 
     def run(self, requests: int, leave_within_s: float = 0.0) -> tuple[list[Outcome], float]:
         """So many requests, and the seconds that they took. After ``limit_s`` none is begun any more."""
@@ -183,7 +177,7 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
     if not served:
         return {"connector": pair.name, "errors": _errors([*warm, *stayed])}
     within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
-    before_idle = until_idle(pair, given.idle_within_s)
+    until_idle(pair, given.idle_within_s)
     computed, failures = computed_tokens(pair.decode), _failures(pair.decode)
     outcomes, took_s = load.run(given.requests, within_s)
     recomputed = (computed_tokens(pair.decode) - computed) // given.prompt_tokens
@@ -210,16 +204,9 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         "alone_wrong": sum(not accepted.has(outcome) for outcome in warm),
         "first_token_ms": in_ms(beside),
         "first_token_ms_without_leavers": in_ms(without),
-        "first_token_p99_ratio": round(quantile(beside, 0.99) / quantile(without, 0.99), 3),
-        "first_token_p99_ratio_with_prefill": round(
-            quantile([outcome.prefill_s + outcome.first_token_s for outcome in good], 0.99)
-            / quantile([outcome.prefill_s + outcome.first_token_s for outcome in served], 0.99),
-            3,
-        ),
         "requests_per_s": round(len(outcomes) / took_s, 2),
         "requests_per_s_without_leavers": round(len(stayed) / stayed_s, 2),
         **idle,
-        "idle_before": before_idle,
         "failures_counted_by_decode": _failures(pair.decode) - failures,
         "errors": _errors([*warm, *stayed, *outcomes]),
         "wrong": [asdict(outcome) for outcome in good if not accepted.has(outcome)][:_SHOWN_ERRORS],
@@ -250,44 +237,28 @@ def asked_reference(load: Load, requests: int) -> tuple[Accepted, dict[str, Any]
     }
 
 
-def _servers(recipe: Recipe, folder: Path, variant: Variant, gpus: str, given: argparse.Namespace) -> Pair:
+def _servers(recipe: Recipe, folder: Path, variant: Variant, given: argparse.Namespace) -> Pair:
     """The two processes, started and not waited for."""
     length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
-    options = ["--max-model-len", str(length), "--max-num-seqs", str(seats), *given.server_option]
-    if not given.cpu:
-        options += [*gpu_options(given.chunk, given.kv_gib), *GRAPHS]
-    made = []
-    for role, place in zip(("producer", "consumer"), gpus.split(","), strict=True):
-        config = {**variant.config(role), "kv_load_failure_policy": given.policy}
-        caching = ["--no-enable-prefix-caching"] if role == "consumer" else []
-        name, cpu = f"{variant.name}-{role}", place if given.cpu else "0"
-        settings = environment(None if given.cpu else place, given.environment)
-        made.append(Server(recipe, folder, name, cpu, config, [*options, *caching], settings))
-    return Pair(variant, *made)
+    options = ["--max-model-len", str(length), "--max-num-seqs", str(seats)]
+    both = (options, [*options, "--no-enable-prefix-caching"])
+    return both_served(variant, recipe, folder, given, both, given.gpus.split(","), policy=given.policy)
 
 
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = [random_prompt(given.prompt_tokens, seed) for seed in range(given.prompts)]
-    variants = [named_variant(named, given.extra) for named in given.engines.split(",")]
-    beside = given.reference_gpus != given.gpus
-    # Beside the reference where there is room for both, so that they start at the same time.
-    first = _servers(recipe, folder, variants[0], given.gpus, given) if beside else None
-    with ExitStack() as stack:
-        if first is not None:
-            stack.callback(first.decode.end)
-            stack.callback(first.prefill.end)
-        reference = _servers(recipe, folder, NIXL, given.reference_gpus, given)
-        with running(*reference.servers):
-            accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
-        yield told
-        for variant in variants:
-            made, first = first or _servers(recipe, folder, variant, given.gpus, given), None
-            with running(*made.servers):
-                yield measured(made, Load(made, prompts, given), accepted, given)
+    reference = _servers(recipe, folder, NIXL, given)
+    with running(*reference.servers):
+        accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
+    yield told
+    for named in given.engines.split(","):
+        made = _servers(recipe, folder, named_variant(named, given.extra), given)
+        with running(*made.servers):
+            yield measured(made, Load(made, prompts, given), accepted, given)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    given = command_line(
+    return command_line(
         __doc__,
         arguments,
         {
@@ -296,7 +267,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "leave_within_ms": "0: the median first token of those who stay",
             "prompts": "how many differ",
             "prompt_tokens": "a multiple of the chunk and one more",
-            "reference_gpus": "the same unless told: then one pair runs after the other",
             "limit_s": "no request of a run begins after that",
         },
         engines="nixl",
@@ -310,18 +280,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prompts=(8, 24),
         prompt_tokens=(1025, 8193),
         output_tokens=12,
-        chunk=1024,
-        kv_gib=48,
+        chunk=(512, 1024),
+        kv_gib=(1, 48),
         gpus="0,1",
-        reference_gpus=str,
-        server_option=[],
-        environment=[],
         limit_s=240.0,
         idle_within_s=60.0,
         seed=1,
     )
-    given.reference_gpus = given.reference_gpus or given.gpus
-    return given
 
 
 def main() -> None:

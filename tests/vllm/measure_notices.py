@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
-from tests.vllm.pairs import ask, beside_pulls, command_line, named_variant, prepared
+from tests.vllm.pairs import GPU_BLOCK, ask, command_line, named_variant, prepared, served
 from tests.vllm.servers import Server, forked, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
@@ -71,17 +71,18 @@ def timed(kind: str, where: str, server: Server, other: Server, given: Any) -> t
 
 def _servers(recipe: Recipe, disks: Path, logs: Path, given: Any) -> list[Server]:
     ports, made = [free_port(), free_port()], []
-    block, token_bytes = (128, 4096) if given.cpu else (16, 147456)
+    block, token_bytes = (128, 4096) if given.cpu else (GPU_BLOCK, 147456)
     for number, room in enumerate((_SMALL, _LARGE)):
         offload = {"cpu_bytes": int(room * given.tokens * token_bytes), "pin_quota": 0.75}
         offload |= {"disk_path": str(disks / f"{number}"), "disk_bytes": given.disk_gib << 30}
         sources = [f"127.0.0.1:{ports[1 - number]}"]
         own = {"insecure": True, "port": ports[number], "sources": sources, "offload": offload}
-        config = named_variant(given.engine, {**own, **given.extra}).config("both")
+        variant = named_variant(given.engine, {**own, **given.extra})
+        config = variant.config("both", kv_load_failure_policy="recompute")
         options = ["--num-gpu-blocks-override", str(int(_POOL * given.tokens) // block)]
         options += ["--max-model-len", str(given.tokens * 19 // 18 + given.new + 64)]
-        config["kv_load_failure_policy"] = "recompute"
-        made.append(beside_pulls(recipe, logs, f"server{number}", number, config, given, options))
+        where = given.gpus.split(",")[number]
+        made.append(served(recipe, logs, f"server{number}", where, config, given, options))
     return made
 
 
@@ -102,8 +103,8 @@ def main() -> None:
         engine=("mooncake:tcp", "nixl"),
         extra={},
         gpus="0,1",
-        chunk=8192,
-        kv_gib=4,
+        chunk=(512, 8192),
+        kv_gib=(1, 4),
         disk_gib=(4, 32),
     )
     with (

@@ -19,7 +19,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.vllm import dense_model
@@ -27,35 +26,30 @@ from tests.vllm.load_client import LETTERS
 from tests.vllm.pairs import (
     Lines,
     ask,
-    beside_pulls,
-    brought_up,
     command_line,
     computed_tokens,
     counted,
     prepared,
     pulling_pair,
     pulls,
+    served,
 )
-from tests.vllm.servers import Server, random_prompt, router
+from tests.vllm.servers import Server, random_prompt, router, running
 from tests.vllm.tiny_models import Recipe
 
 _KEPT_WITHIN_S, _TRIED_S = 20.0, 5.0
 _STORED = "vllm:kvconnect_offload_rows_total"
 
 
-@dataclass
-class Servers:
-    """Two that pull from each other, and a plain one."""
-
-    name: str
-    servers: tuple[Server, Server, Server]
+Servers = tuple[Server, Server, Server]
+"""Two that pull from each other, and a plain one."""
 
 
 def _started(recipe: Recipe, folder: Path, given: argparse.Namespace, place: str) -> Servers:
     options = ["--max-model-len", str(max(given.tokens) + given.turns * (given.new + given.out) + 512)]
-    both = pulling_pair(recipe, folder, f"{place}-", given, [options, options], place=place)
-    plain = beside_pulls(recipe, folder, f"{place}-plain", 0, None, given, options)
-    return Servers(place, (both[0][0], both[1][0], plain))
+    (one, _), (other, _) = pulling_pair(recipe, folder, f"{place}-", given, [options, options], place=place)
+    where = given.gpus.split(",")[0]
+    return one, other, served(recipe, folder, f"{place}-plain", where, None, given, options)
 
 
 def _is_kept(server: Server) -> None:
@@ -68,9 +62,11 @@ def _is_kept(server: Server) -> None:
         before = now
 
 
-def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lines: Lines) -> None:
+def prompts_pulled(
+    place: str, servers: Servers, tokens: int, given: argparse.Namespace, lines: Lines
+) -> None:
     """One length: first tokens by where the prompt is, and whether the answers are the same."""
-    first, second, plain = servers.servers
+    first, second, plain = servers
     found: dict[str, list[float]] = {"pulled": [], "computed": [], "on_device": []}
     same = 0
     for turn in range(given.rounds + 2):
@@ -93,7 +89,7 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
     medians = {name: statistics.median(values) for name, values in found.items()}
     lines.write(
         "prompts",
-        place=servers.name,
+        place=place,
         tokens=tokens,
         first_token_ms={name: round(1000 * value, 1) for name, value in medians.items()},
         over_computed=round(medians["pulled"] / medians["computed"], 3),
@@ -102,24 +98,9 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
     )
 
 
-def conversation(servers: Servers, given: argparse.Namespace, lines: Lines) -> None:
-    """Turns over a pair, P then D, the same by the plain server, and others through a router."""
-    prefill, decode, plain = servers.servers
-    with router("--prefill", prefill.url, "--decode", decode.url) as url:
-        # The router tries whether the decode server takes a first token.
-        time.sleep(_TRIED_S)
-        _conversation(servers.name, prefill, decode, plain, url, given, lines)
-
-
-def _conversation(
-    name: str,
-    prefill: Server,
-    decode: Server,
-    plain: Server,
-    url: str,
-    given: argparse.Namespace,
-    lines: Lines,
-) -> None:
+def conversation(place: str, servers: Servers, url: str, given: argparse.Namespace, lines: Lines) -> None:
+    """Turns over a pair, P then D, the same by the plain server, and others through the router at ``url``."""
+    prefill, decode, plain = servers
     rng = random.Random(8)
     routed = rng.choices(LETTERS, k=given.tokens[0])
     history = random_prompt(given.tokens[0], seed=7)
@@ -136,7 +117,7 @@ def _conversation(
         _is_kept(decode)
         lines.write(
             "turn",
-            place=name,
+            place=place,
             turn=turn,
             prompt_tokens=len(history),
             computed_tokens_by_prefill=computed,
@@ -171,8 +152,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         engine="nixl",
         extra={},
         gpus="0,1",
-        chunk=8192,
-        kv_gib=16,
+        chunk=(512, 8192),
+        kv_gib=(1, 16),
         cpu_gib=(1, 24),
     )
 
@@ -183,11 +164,13 @@ def main() -> None:
     with prepared(given, given.gpus.split(",")[0], shape=shape) as (recipe, logs, lines):
         for place in given.place:
             # One after the other: servers that only wait take time of two cores, and memory of two GPUs.
-            with brought_up([_started(recipe, logs, given, place)], lines) as up:
-                for servers in up:
-                    for tokens in given.tokens:
-                        prompts_pulled(servers, tokens, given, lines)
-                    conversation(servers, given, lines)
+            with running(*_started(recipe, logs, given, place)) as servers:
+                for tokens in given.tokens:
+                    prompts_pulled(place, servers, tokens, given, lines)
+                with router("--prefill", servers[0].url, "--decode", servers[1].url) as url:
+                    # The router tries whether the decode server takes a first token.
+                    time.sleep(_TRIED_S)
+                    conversation(place, servers, url, given, lines)
 
 
 if __name__ == "__main__":

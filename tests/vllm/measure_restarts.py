@@ -30,17 +30,7 @@ from tests.pair_kit import until
 from tests.ports import free_port
 from tests.vllm import dense_model
 from tests.vllm.load_figures import quantile
-from tests.vllm.pairs import (
-    GRAPHS,
-    Answer,
-    Lines,
-    ask,
-    command_line,
-    environment,
-    gpu_options,
-    named_variant,
-    prepared,
-)
+from tests.vllm.pairs import Answer, Lines, ask, command_line, named_variant, prepared, served
 from tests.vllm.servers import EXACT, Server, forked, members, random_prompt, router, running
 from tests.vllm.tiny_models import Recipe
 
@@ -200,20 +190,11 @@ def measure(
 
 def _server(number: int, recipe: Recipe, logs: Path, given: Any) -> Server:
     variant = named_variant(given.engine, {"insecure": True, "port": free_port(), **given.extra})
-    config = {**variant.config("both"), "kv_load_failure_policy": given.policy}
-    options = [
-        "--max-model-len",
-        str(given.tokens + given.out + 128),
-        "--shutdown-timeout",
-        str(given.drain_s),
-    ]
-    if given.cpu:
-        options += EXACT
-    else:
-        options += [*gpu_options(given.tokens, given.kv_gib), *GRAPHS]
-    gpu = None if given.cpu else given.gpus.split(",")[number % 2]
-    settings = {**environment(gpu), "TORCHDYNAMO_DISABLE": None if not given.cpu else "1"}
-    return Server(recipe, logs, f"server{number}", str(number % 2), config, options, settings)
+    config = variant.config("both", kv_load_failure_policy=given.policy)
+    longest, drain_s = str(given.tokens + given.out + 128), str(given.drain_s)
+    options = ["--max-model-len", longest, "--shutdown-timeout", drain_s, *(EXACT if given.cpu else ())]
+    place = given.gpus.split(",")[number % 2]
+    return served(recipe, logs, f"server{number}", place, config, given, options)
 
 
 def main() -> None:
@@ -238,8 +219,9 @@ def main() -> None:
         engine="nixl",
         extra={},
         gpus="0,1",
-        kv_gib=10,
+        kv_gib=(1, 10),
     )
+    given.chunk = 512 if given.cpu else given.tokens
     with (
         forked() if given.cpu else nullcontext(),
         prepared(given, given.gpus.split(",")[0], tiny="gqa", shape=_SHAPE) as (recipe, logs, lines),

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from tests.vllm import dense_model, tiny_models
 from tests.vllm.pairs import (
     NIXL,
     Lines,
+    Pair,
     Variant,
+    both_served,
     command_line,
-    environment,
-    gpu_options,
     named_variant,
     prepared,
 )
@@ -73,22 +73,15 @@ CASES: Mapping[str, Case] = {
 }
 
 
-@contextmanager
-def _pair(
-    name: str, case: Case, variant: Variant, recipe: Recipe, logs: Path, given: Any
-) -> Iterator[tuple[Server, ...]]:
-    made = []
-    for role, own, where in zip(
-        ("producer", "consumer"), (case.prefill, case.decode), case.gpus, strict=True
-    ):
-        options = ["--max-model-len", "5000", *own, *(EXACT if given.cpu else gpu_options(2048, 2))]
-        gpus = given.gpus.split(",")
-        settings = environment(None if given.cpu else ",".join(gpus[int(number)] for number in where))
-        settings |= {"NCCL_NVLS_ENABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "|".join(where)}
-        server = f"{name}-{variant.name}-{role}"
-        made.append(Server(recipe, logs, server, "0", variant.config(role), options, settings))
-    with running(*made) as both:
-        yield both
+def _pair(name: str, case: Case, variant: Variant, recipe: Recipe, logs: Path, given: Any) -> Pair:
+    options = ["--max-model-len", "5000", *(EXACT if given.cpu else ())]
+    gpus, logs = given.gpus.split(","), logs / name
+    logs.mkdir(exist_ok=True)
+    places = ["|".join(where) for where in case.gpus]
+    if not given.cpu:
+        places = [",".join(gpus[int(number)] for number in where) for where in case.gpus]
+    own = [*options, *case.prefill], [*options, *case.decode]
+    return both_served(variant, recipe, logs, given, own, places, graphs=(), NCCL_NVLS_ENABLE="0")
 
 
 def _differ_at(one: Iterable[int], other: Iterable[int]) -> int | None:
@@ -108,8 +101,12 @@ def _answers(prefill: Server, decode: Server, seed: int) -> tuple[list[list[int]
 def measure(name: str, models: Mapping[str, Recipe], logs: Path, given: Any, lines: Lines) -> None:
     case, found = CASES[name], {}
     own = named_variant(case.engine, {"slot_bytes": 64 << 20, "num_slots": 4, **given.extra})
+
+    def pair(variant: Variant) -> Any:
+        return running(*_pair(name, case, variant, models[case.model], logs, given).servers)
+
     try:
-        with _pair(name, case, own, models[case.model], logs, given) as (prefill, decode):
+        with pair(own) as (prefill, decode):
             answers, differ, loaded = _answers(prefill, decode, 100)
         found = {"as_decode_server": differ.count(None), "differ_at": differ, "loaded_tokens": loaded}
     except (KVConnectError, AssertionError) as error:
@@ -117,7 +114,7 @@ def measure(name: str, models: Mapping[str, Recipe], logs: Path, given: Any, lin
         return
     if not case.is_same:
         try:
-            with _pair(name, case, NIXL, models[case.model], logs, given) as (prefill, decode):
+            with pair(NIXL) as (prefill, decode):
                 theirs, _, _ = _answers(prefill, decode, 100)
             same = sum(one == other for one, other in zip(answers, theirs, strict=True))
             found["as_nixl_connector"] = same
@@ -141,6 +138,8 @@ def main() -> None:
         extra={},
         gpus="0,1",
         at_once=(1, 3),
+        chunk=(512, 2048),
+        kv_gib=(1, 2),
     )
     if unknown := set(given.case) - set(CASES):
         given.error(f"--case {', '.join(unknown)} is unknown; accepted: {', '.join(CASES)}")

@@ -33,8 +33,8 @@ from kvconnect.timeline import Moment, Record
 from kvconnect.tools.inspect_runner import read_worker
 from tests.ports import free_port
 from tests.vllm.load_figures import quantile
-from tests.vllm.pairs import GRAPHS, ask, command_line, environment, gpu_options, named_variant, prepared
-from tests.vllm.servers import EXACT, Server, forked, random_prompt, running
+from tests.vllm.pairs import GPU_BLOCK, ask, command_line, named_variant, prepared, served
+from tests.vllm.servers import EXACT, MULTIPROCESSING, Server, forked, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _HANDLE, _REQUEST = 2, 3
@@ -146,23 +146,16 @@ def _figures(seconds: Sequence[float]) -> dict[str, float]:
 def _server(
     role: str, name: str, room: int, parks: bool, recipe: Recipe, logs: Path, given: Any, port: int
 ) -> Server:
-    cpu = int(role == "consumer")
-    variant = named_variant(given.engine, {"insecure": True, **given.extra})
-    config = variant.config(role)
-    own: dict[str, Any] = {"port": port}
-    own["offload"] = {
-        "cpu_bytes": given.cpu_gib << 30,
-        "park_share": given.park_share * parks,
-        "park_after_s": given.after_s,
-    }
-    config["kv_connector_extra_config"] |= own
-    blocks = -(-(given.tokens + given.out) // given.block_size)
+    offload = {"cpu_bytes": given.cpu_gib << 30, "park_share": given.park_share * parks}
+    own = {"insecure": True, "port": port, "offload": offload | {"park_after_s": given.after_s}}
+    config = named_variant(given.engine, own | given.extra).config(role)
+    blocks = -(-(given.tokens + given.out) // (128 if given.cpu else GPU_BLOCK))
     options = ["--max-model-len", str(given.tokens + given.out + 1)]
     options += [*(EXACT if given.cpu else ()), "--num-gpu-blocks-override", str(1 + room * blocks)]
-    options += [] if given.cpu else [*gpu_options(8192, given.kv_gib, given.block_size), *GRAPHS]
     # On a CPU as the tests do: each process more costs a minute of a machine that has few cores.
-    settings = None if given.cpu else {**environment(given.gpus.split(",")[cpu]), "TORCHDYNAMO_DISABLE": "0"}
-    return Server(recipe, logs, name, str(cpu), config, options, settings, answer_timeout_s=3600)
+    settings = {MULTIPROCESSING: "0"} if given.cpu else {}
+    place = given.gpus.split(",")[role == "consumer"]
+    return served(recipe, logs, name, place, config, given, options, **settings)
 
 
 def main() -> None:
@@ -193,7 +186,7 @@ def main() -> None:
         extra={},
         gpus="0,1",
         cpu_gib=(2, 24),
-        block_size=(128, 16),
+        chunk=(512, 8192),
         kv_gib=(1, 24),
     )
     given.port, names = free_port(), given.modes.split(",")

@@ -6,10 +6,8 @@ import argparse
 import http.client
 import json
 import os
-import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,22 +25,18 @@ from tests.vllm.servers import (
     NIXL_CONNECTOR,
     ROOT,
     Server,
-    running,
-    send_signal,
     transfer_config,
 )
 from tests.vllm.tiny_models import Recipe
 
 GRAPHS = ["--no-enforce-eager", "--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
-_ANSWER_TIMEOUT_S = 5400
+GPU_BLOCK = 16
+_PATIENCE_S = 5400
 """A prompt of 32k tokens takes vLLM's CPU build many minutes."""
 _HELP = {
-    "attention_backend": "of servers on GPUs",
-    "block_size": "of servers on GPUs",
     "chunk": "tokens of a prompt that are computed at once",
     "cpu_gib": "host memory of each server",
     "engine": "of kvconnect: engine or engine:protocol",
-    "environment": "NAME=VALUE of all servers; repeatable",
     "extra": "of kvconnect",
     "gpus": "of prefill and decode server; cores with --cpu",
     "in_flight": "so many clients that wait for their answers",
@@ -53,7 +47,6 @@ _HELP = {
     "new": "tokens of each further question",
     "out": "tokens of each answer",
     "requests": "of each run",
-    "server_option": "of all servers; repeatable",
 }
 
 
@@ -84,7 +77,7 @@ def command_line(
         if getattr(given, name) is None and not isinstance(default, type):
             here, there = default if isinstance(default, tuple) else (default, default)
             setattr(given, name, here if given.cpu else there)
-    for name in ("gpus", "nixl_gpus", "plain", "reference_gpus"):
+    for name in ("gpus", "nixl_gpus"):
         left_out = (None, "", "none") if name == "nixl_gpus" else (None, "")
         if (value := getattr(given, name, None)) not in left_out and value.count(",") != 1:
             parser.error(f"--{name.replace('_', '-')} is {value!r}, it must be two")
@@ -123,7 +116,7 @@ def ask(
         body |= {"return_token_ids": True} if with_tokens else {}
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     where = urlsplit(url)
-    client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=_ANSWER_TIMEOUT_S)
+    client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=_PATIENCE_S)
     first_token_s, seen, tokens = 0.0, 0, []
     try:
         began = time.perf_counter()
@@ -174,11 +167,11 @@ class Variant:
     name: str
     extra: Mapping[str, Any] | None
 
-    def config(self, role: str) -> dict[str, Any]:
-        """The ``kv_transfer_config`` of a ``producer`` or ``consumer``."""
+    def config(self, role: str, **more: Any) -> dict[str, Any]:
+        """The ``kv_transfer_config`` of a ``producer``, ``consumer`` or ``both``; ``more`` are keys of it."""
         if self.extra is None:
-            return NIXL_CONNECTOR
-        return transfer_config(role, **{"engine": "nixl", "protocol": "auto", **self.extra})
+            return {**NIXL_CONNECTOR, **more}
+        return transfer_config(role, **{"engine": "nixl", "protocol": "auto", **self.extra, **more})
 
 
 NIXL = Variant("NixlConnector", None)
@@ -202,16 +195,14 @@ class Pair:
 
 
 class Lines:
-    """JSON lines on standard output unless they are not shown, and in a file if there is one."""
+    """JSON lines on standard output, and in a file if there is one."""
 
-    def __init__(self, copy: TextIO | None = None, is_shown: bool = True) -> None:
+    def __init__(self, copy: TextIO | None = None) -> None:
         self._copy = copy
-        self._is_shown = is_shown
 
     def write(self, kind: str, **finding: Any) -> None:
         line = json.dumps({"kind": kind, **finding})
-        if self._is_shown:
-            print(line, flush=True)
+        print(line, flush=True)
         if self._copy is not None:
             print(line, file=self._copy, flush=True)
 
@@ -223,13 +214,12 @@ def prepared(
     *,
     tiny: str = "heavy",
     shape: dense_model.Shape | None = None,
-    is_shown: bool = True,
 ) -> Iterator[tuple[Recipe, Path, Lines]]:
     """What a measurement begins with by its ``--cpu``, ``--model``, ``--logs`` and ``--json``: the model, the
     folder of logs, and where findings are told. ``tiny`` is the model of a CPU, ``shape`` that of a GPU."""
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None, is_shown)
+        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
         if given.cpu:
             recipe = tiny_models.write_model(tiny, temporary)
         else:
@@ -247,70 +237,61 @@ def named_variant(named: str, extra: Mapping[str, Any]) -> Variant:
     return Variant("-".join(filter(None, ("kvconnect", engine, protocol))), settings)
 
 
-def gpu_options(
-    chunk: int, kv_gib: int, block_size: int = 16, attention_backend: str = "FLASH_ATTN"
-) -> list[str]:
-    """What servers on GPUs are started with."""
-    options = ["--attention-backend", attention_backend, "--block-size", str(block_size)]
-    options += ["--max-num-batched-tokens", str(chunk)]
-    # Said in bytes: servers that start at the same time would count each other's memory. The other one
-    # is only compared with what is free at the start.
-    return [*options, "--kv-cache-memory-bytes", str(kv_gib << 30), "--gpu-memory-utilization", "0.1"]
+def served(
+    recipe: Recipe,
+    folder: Path,
+    name: str,
+    place: str,
+    config: dict[str, Any] | None,
+    given: argparse.Namespace,
+    options: Sequence[str] = (),
+    graphs: Sequence[str] = GRAPHS,
+    **settings: str | None,
+) -> Server:
+    """A server on a GPU, or with ``--cpu`` on cores, which is started and not waited for.
 
-
-def environment(gpu: str | None, settings: Sequence[str] = ()) -> dict[str, str | None]:
-    """What a server's environment differs by; ``settings`` are ``NAME=VALUE``, ``gpu`` None on a CPU."""
-    return {
+    ``graphs`` are what a GPU's decode steps are captured by; with none it runs eagerly. ``settings`` are of
+    its environment. It names blocks as others do.
+    """
+    own: dict[str, str | None] = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONHASHSEED": "0",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         # Measured is what operators run.
         MULTIPROCESSING: None,
-        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
-        **dict(setting.split("=", 1) for setting in settings),
     }
+    if given.cpu:
+        own["VLLM_CPU_KVCACHE_SPACE"] = str(given.kv_gib)
+    else:
+        own["CUDA_VISIBLE_DEVICES"], place = place, "0"
+        own |= {"TORCHDYNAMO_DISABLE": "0"} if graphs else {}
+        # Said in bytes: servers that start at the same time would count each other's memory. The other one
+        # is only compared with what is free at the start.
+        memory = ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--gpu-memory-utilization", "0.1"]
+        where = ["--attention-backend", "FLASH_ATTN", "--block-size", str(GPU_BLOCK)]
+        options = [*where, *memory, *graphs, *options]
+    options, own = ["--max-num-batched-tokens", str(given.chunk), *options], own | settings
+    return Server(recipe, folder, name, place, config, options, own, answer_timeout_s=_PATIENCE_S)
 
 
-@contextmanager
-def brought_up(started: Sequence[Any], lines: Lines) -> Iterator[list[Any]]:
-    """Those that come up; what the others said is told. All servers are ended in the end.
-
-    Each has a ``name``, and ``servers`` of which one is of no use without the others.
-    """
-    with ExitStack() as stack:
-        up = []
-        # Before any of them is waited for: what comes next may fail.
-        for one in started:
-            for server in reversed(one.servers):
-                stack.callback(server.end)
-        for one in started:
-            try:
-                stack.enter_context(running(*one.servers))
-            except Exception:
-                tell_failure(one, lines)
-                continue
-            up.append(one)
-        yield up
-
-
-def tell_failure(one: Any, lines: Lines) -> None:
-    """Tell the exception under way, and show the logs."""
-    tails = {server.name: server.tail() for server in one.servers}
-    lines.write("failure", connector=one.name, error=traceback.format_exc(limit=-3)[-3000:])
-    for name, tail in tails.items():
-        print(f"--- log of {name}:\n{tail}", flush=True)
-
-
-@contextmanager
-def stopped(servers: Sequence[Server]) -> Iterator[None]:
-    """On a CPU those that wait for their turn stand still: some connectors keep a core busy when idle."""
-    for server in servers:
-        send_signal(server, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        # A stopped process does not end.
-        for server in servers:
-            send_signal(server, signal.SIGCONT)
+def both_served(
+    variant: Variant,
+    recipe: Recipe,
+    folder: Path,
+    given: argparse.Namespace,
+    options: Sequence[Sequence[str]],
+    places: Sequence[str],
+    *,
+    policy: str = "fail",
+    **more: Any,
+) -> Pair:
+    """The two servers of a pair, as ``served``, each with its options and place."""
+    roles = zip(("producer", "consumer"), options, places, strict=True)
+    made = []
+    for role, own, place in roles:
+        name, config = f"{variant.name}-{role}", variant.config(role, kv_load_failure_policy=policy)
+        made.append(served(recipe, folder, name, place, config, given, own, **more))
+    return Pair(variant, *made)
 
 
 def pulling_pair(
@@ -331,28 +312,9 @@ def pulling_pair(
         kept = {"offload": {"cpu_bytes": given.cpu_gib << 30}}
     ports, made = (free_port(), free_port()), []
     for number, (own, other) in enumerate([ports, ports[::-1]]):
-        engine, _, protocol = given.engine.partition(":")
-        extra: dict[str, Any] = {"protocol": protocol or "auto", "port": own}
-        extra |= {"sources": [f"127.0.0.1:{other}"], **kept, **given.extra}
-        config = transfer_config("both", engine, **extra, kv_load_failure_policy="recompute")
-        server = beside_pulls(recipe, folder, f"{name}{number}", number, config, given, options[number])
+        extra = {"port": own, "sources": [f"127.0.0.1:{other}"], **kept, **given.extra}
+        config = named_variant(given.engine, extra).config("both", kv_load_failure_policy="recompute")
+        where = given.gpus.split(",")[number]
+        server = served(recipe, folder, f"{name}{number}", where, config, given, options[number])
         made.append((server, f"127.0.0.1:{own}"))
     return made
-
-
-def beside_pulls(
-    recipe: Recipe,
-    folder: Path,
-    name: str,
-    number: int,
-    config: dict[str, Any] | None,
-    given: argparse.Namespace,
-    options: Sequence[str],
-) -> Server:
-    """A server that names blocks as others do, with CUDA graphs for decode where there is a GPU."""
-    settings = environment(None if given.cpu else given.gpus.split(",")[number % 2])
-    settings |= {"PYTHONHASHSEED": "0"}
-    settings |= {"VLLM_CPU_KVCACHE_SPACE": "1"} if given.cpu else {"TORCHDYNAMO_DISABLE": "0"}
-    if not given.cpu:
-        options = [*options, *gpu_options(given.chunk, given.kv_gib), *GRAPHS]
-    return Server(recipe, folder, name, str(number % 2), config, options, settings)

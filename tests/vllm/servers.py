@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
 import signal
 import sys
@@ -237,22 +236,30 @@ def members(server: Server) -> list[int]:
     return sorted(found)
 
 
-def send_signal(server: Server, number: int) -> None:
-    """Send every process of a server a signal."""
-    for pid in members(server):
-        os.kill(pid, number)
+@contextmanager
+def stopped(*servers: Server) -> Iterator[None]:
+    """Servers whose processes stand still meanwhile."""
+    for server in servers:
+        server.send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        # A stopped process does not end.
+        for server in servers:
+            server.send(signal.SIGCONT)
 
 
 @contextmanager
 def awake(servers: Sequence[Server]) -> Iterator[None]:
+    """Servers that stand still go on meanwhile."""
     for server in servers:
-        send_signal(server, signal.SIGCONT)
+        server.send(signal.SIGCONT)
     time.sleep(0.2)
     try:
         yield
     finally:
         for server in servers:
-            send_signal(server, signal.SIGSTOP)
+            server.send(signal.SIGSTOP)
 
 
 @contextmanager

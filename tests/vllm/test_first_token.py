@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import fetch
-from tests.vllm.servers import random_prompt, router, send_signal
+from tests.vllm.servers import random_prompt, router, stopped
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -199,13 +199,9 @@ def test_the_first_token_does_not_wait_for_the_decode_server(exact_pair, routing
     request = urllib.request.Request(
         routing + TEXT, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    send_signal(decode, signal.SIGSTOP)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            first = answer.readline()
-            send_signal(decode, signal.SIGCONT)
-            raw = first + answer.read()
-    finally:
-        send_signal(decode, signal.SIGCONT)
+    with stopped(decode), urllib.request.urlopen(request, timeout=60) as answer:
+        first = answer.readline()
+        decode.send(signal.SIGCONT)
+        raw = first + answer.read()
     got = joined([json.loads(block[6:]) for block in raw.decode().split("\n\n")[:-2]])
     assert got[0] == joined(streamed(prefill.url, TEXT, {**body, "cache_salt": "alone"}))[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import signal
 import time
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -14,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import BadAnswer, fetch_json
-from tests.vllm.servers import random_prompt, send_signal
+from tests.vllm.servers import random_prompt, stopped
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -36,15 +35,6 @@ def asking(url, body):
         yield client
     finally:
         client.close()
-
-
-@contextmanager
-def stopped(server):
-    send_signal(server, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send_signal(server, signal.SIGCONT)
 
 
 def assert_nothing_is_held(*servers):

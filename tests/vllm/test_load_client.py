@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.router_doubles import Node
-from tests.vllm import load_client
-from tests.vllm.load_client import Job
+from tests.vllm.load_client import Job, run, warm_up
 from tests.vllm.load_figures import Load, arrivals_s
 
 LOAD = Load(10, 4, 50.0)
@@ -76,17 +75,13 @@ def server():
 
 def job_of(server, **more):
     return Job(
-        **{"prefill": server.url, "decode": (server.url,), "load": LOAD, "requests": 6, "seed": 3, **more}
+        **{"prefill": server.url, "decode": server.url, "load": LOAD, "requests": 6, "seed": 3, **more}
     )
 
 
-def run(job, channel=None):
-    return load_client.run(job, channel, time.monotonic() + 0.05)
-
-
 def test_a_request_goes_to_prefill_and_then_to_decode(server):
-    starts_at = time.monotonic() + 0.05
-    samples = load_client.run(job_of(server), None, starts_at)
+    starts_at = time.monotonic()
+    samples = run(job_of(server))
     assert [sample.error for sample in samples] == [""] * 6
     prefills, decodes = server.legs("P"), server.legs("D")
     assert {len(body["prompt"]) for body in prefills} == {10}
@@ -115,7 +110,7 @@ def test_clients_that_wait_for_their_answers(server):
 
 def test_both_servers_are_asked_at_once(server):
     job = job_of(server, is_parallel=True)
-    channel = load_client.warm_up(job, 2)
+    channel = warm_up(job, 2)
     assert (channel.host, channel.port, channel.engine_id, channel.handle) == ("h", 5, "e", "signed")
     warm = {str(body["prompt"]) for body in server.legs("P")}
     server.asked.clear()
@@ -136,7 +131,7 @@ def test_both_servers_are_asked_at_once(server):
 @pytest.mark.parametrize("leg", ["P", "D"])
 def test_a_refusal_is_one_failure(server, leg, is_parallel):
     job = job_of(server, is_parallel=is_parallel)
-    channel = load_client.warm_up(job, 1)
+    channel = warm_up(job, 1)
     server.refuse[leg] = 2
     samples = run(job, channel)
     failed = [sample for sample in samples if sample.error]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from tests.pair_kit import until
-from tests.vllm.servers import EXACT, pair, random_prompt, send_signal
+from tests.vllm.servers import EXACT, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
@@ -58,7 +57,7 @@ def test_what_waits_is_received_and_answered_as_ever(tmp_path, kind, ranks):
         # Once it is parked, the prefill server is not needed any more.
         expected = [prefill.local_tokens(one) for one in others]
         with waiting(prefill, decode, others, 58) as answers:
-            send_signal(prefill, signal.SIGKILL)
+            prefill.kill()
         assert [answer.result() for answer in answers] == expected
         failures = decode.metrics()
         lost = decode.metrics(reason="peer_lost").get("vllm:kvconnect_failures_total", 0)

@@ -33,9 +33,9 @@ class Setup:
     cpu_bytes: int = 0
 
     @classmethod
-    def of_seed(cls, kind: str, seed: int, models: tuple[str, ...] = ()) -> Setup:
+    def of_seed(cls, kind: str, seed: int) -> Setup:
         """Every kind of cache comes round, with either layout, with offload and without."""
-        names = models or tuple(MODELS)
+        names = tuple(MODELS)
         if kind == "offload":
             # Without a prefix cache vLLM hands off no states, and offload refuses the model.
             names = tuple(name for name in names if MODELS[name].caches_prefixes)

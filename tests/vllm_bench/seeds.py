@@ -7,10 +7,10 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 
-from tests.vllm_bench.model import MODELS
 from tests.vllm_bench.pair import KINDS, Engines, Setup
 from tests.vllm_bench.traffic import Traffic
 
@@ -23,13 +23,13 @@ class Outcome:
     steps: int = 0
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failure: Failure | None = None
 
     def __str__(self) -> str:
         told = ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
         return (
             f"{self.num_seeds} seeds, {self.steps} steps in {self.seconds:.1f} s "
-            f"({self.steps / max(self.seconds, 1e-9):.0f} steps/s), {len(self.failures)} failed; {told}"
+            f"({self.steps / max(self.seconds, 1e-9):.0f} steps/s); {told}"
         )
 
 
@@ -44,56 +44,37 @@ class Failure:
     trace: list[str]
 
     def __str__(self) -> str:
-        return (
-            f"seed {self.seed} of {self.kind}, model {self.setup.model.name}: "
-            f"{type(self.error).__name__}: {self.error}"
-        )
+        name = type(self.error).__name__
+        return f"seed {self.seed} of {self.kind}, model {self.setup.model.name}: {name}: {self.error}"
 
 
-def run_seeds(
-    kind: str,
-    seeds: Iterable[int],
-    *,
-    models: tuple[str, ...] = (),
-    most_failures: int = 1,
-    tell: Callable[[Failure], None] = lambda failure: None,
-) -> Outcome:
-    """Run them; seeds that share engines one after the other. Ends after ``most_failures``."""
+def run_seeds(kind: str, seeds: Iterable[int]) -> Outcome:
+    """Run them; seeds that share engines one after the other. Ends with the first that fails."""
     by_setup: dict[Setup, list[int]] = {}
     for seed in seeds:
-        by_setup.setdefault(Setup.of_seed(kind, seed, models), []).append(seed)
-    outcome, begun = Outcome(), time.monotonic()
+        by_setup.setdefault(Setup.of_seed(kind, seed), []).append(seed)
+    outcome = Outcome()
     for setup, shared in by_setup.items():
-        engines: Engines | None = None
-        for seed in shared:
-            if len(outcome.failures) >= most_failures:
-                break
-            engines = engines or Engines(setup)
-            failure = _run(engines, seed, outcome)
-            if failure is not None:
-                outcome.failures.append(failure)
-                tell(failure)
-                engines.close()
-                engines = None
-        if engines is not None:
-            engines.close()
-    outcome.seconds = time.monotonic() - begun
+        with closing(Engines(setup)) as engines:
+            for seed in shared:
+                outcome.failure = _run(engines, seed, outcome)
+                if outcome.failure is not None:
+                    return outcome
     return outcome
 
 
 def _run(engines: Engines, seed: int, outcome: Outcome) -> Failure | None:
-    before = sum(engine.steps for engine in engines.all)
-    traffic = None
+    before, begun = sum(engine.steps for engine in engines.all), time.monotonic()
+    traffic = Traffic(engines, seed)
     try:
-        traffic = Traffic(engines, seed)
         traffic.run()
     except Exception as error:
-        return Failure(engines.setup.kind, seed, engines.setup, error, traffic.trace if traffic else [])
+        return Failure(engines.setup.kind, seed, engines.setup, error, traffic.trace)
     finally:
         outcome.num_seeds += 1
+        outcome.seconds += time.monotonic() - begun
         outcome.steps += sum(engine.steps for engine in engines.all) - before
-        if traffic is not None:
-            outcome.counts.update(traffic.counts)
+        outcome.counts.update(traffic.counts)
     return None
 
 
@@ -103,38 +84,27 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, help="left out, all of them")
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument(
-        "--model", choices=tuple(MODELS), action="append", default=[], help="only these caches"
-    )
-    parser.add_argument("--most-failures", type=int, default=1, help="end after so many")
     parser.add_argument("--trace", action="store_true", help="print all that happened in a seed that failed")
     given = parser.parse_args()
     for name in ("kvconnect", "vllm"):
         logging.getLogger(name).setLevel(logging.WARNING if given.trace else logging.ERROR)
     failed = False
     for kind in (given.kind,) if given.kind else KINDS:
-        seeds = range(given.first_seed, given.first_seed + given.seeds)
-        outcome = run_seeds(
-            kind,
-            seeds,
-            models=tuple(given.model),
-            most_failures=given.most_failures,
-            tell=lambda failure: _tell(failure, whole=given.trace, models=given.model),
-        )
+        outcome = run_seeds(kind, range(given.first_seed, given.first_seed + given.seeds))
+        if outcome.failure is not None:
+            failed = True
+            _tell(outcome.failure, whole=given.trace)
         print(f"{kind}: {outcome}", flush=True)
-        failed |= bool(outcome.failures)
     return int(failed)
 
 
-def _tell(failure: Failure, *, whole: bool, models: list[str]) -> None:
+def _tell(failure: Failure, *, whole: bool) -> None:
     print(f"FAILED {failure}")
     for line in failure.trace if whole else failure.trace[-6:]:
         print(f"    {line}")
     if not isinstance(failure.error, AssertionError) or whole:
         traceback.print_exception(failure.error)
-    only = "".join(f" --model {name}" for name in models)
     print(
-        f"    again: python -m tests.vllm_bench --kind {failure.kind} --first-seed {failure.seed} --seeds 1"
-        f"{only} --trace",
-        flush=True,
+        f"    again: python -m tests.vllm_bench --kind {failure.kind} --first-seed {failure.seed} --seeds 1 "
+        "--trace"
     )
