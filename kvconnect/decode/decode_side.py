@@ -16,7 +16,7 @@ from kvconnect.addresses import is_address
 from kvconnect.decode.failure_log import FailureLog
 from kvconnect.decode.finds import Finds
 from kvconnect.decode.loads import LoadRecord, RankFetch, RankFetchState
-from kvconnect.decode.peers import Peer, Peers, RankLink
+from kvconnect.decode.peers import Peers, RankLink
 from kvconnect.decode.rank_fetches import RankFetches
 from kvconnect.decode.renewals import Renewals
 from kvconnect.engine.lanes import Transport
@@ -69,6 +69,7 @@ class DecodeSide:
         self.rank_fetches = RankFetches(context, self.peers)
         self.finds = Finds(context, self.peers, self.rank_fetches.path_over)
         self.bay = self.rank_fetches.bay
+        self._by_peer: dict[PeerKey, dict[LoadRecord, None]] = {}
         self._queue: OrderedDict[LoadRecord, None] = OrderedDict()
         self._admitted = 0
         self._due: dict[LoadRecord, None] = {}
@@ -118,6 +119,7 @@ class DecodeSide:
         timer.at(deadline)
         self.loads[order.request_id] = load
         self._queue[load] = None
+        self._by_peer.setdefault(key, {})[load] = None
         self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
         self.renewals.load(load, now)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
@@ -179,7 +181,7 @@ class DecodeSide:
         # Admitted after that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         self._look_after_all(now)
-        if self.finds.asked:
+        if self.finds.has_changed:
             self.finds.advance(now)
         self.peers.forget_idle()
         if self._failures.new:
@@ -281,7 +283,8 @@ class DecodeSide:
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, welcome.introduction.incarnation)
         self.renewals.met(link.peer.key, now)
         self.finds.met(link, now)
-        for load in self._loads_from(link.peer):
+        self.finds.changed()
+        for load in self._by_peer.get(link.peer.key, ()):
             if load.is_to_ask:
                 load.touch()
 
@@ -297,6 +300,7 @@ class DecodeSide:
         if found.refusal:
             by_peer = Cause.LANE_REFUSED(found.refusal)
         self._judge(link, by_peer or refusal(self._config, found, "decode"), now)
+        self.finds.changed()
 
     def _judge(self, link: RankLink, reason: Reason | None, now: float) -> None:
         """Accept the lane of a peer's link or, with a reason, refuse it and fail the peer's loads."""
@@ -305,7 +309,7 @@ class DecodeSide:
             # The link was refused, and D has fetched nothing since: the message concerns an earlier fetch.
             return
         if reason:
-            for load in self._loads_from(peer):
+            for load in self._by_peer.get(peer.key, ()):
                 if load.admitted:
                     load.fail(reason)
             # The loads' fetches are cancelled before the peer is greeted anew.
@@ -320,6 +324,7 @@ class DecodeSide:
             peer.is_whole = False
         self.peers.drop(link, now)
         self.finds.lost(link.name, reason)
+        self.finds.changed()
         peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
@@ -327,7 +332,7 @@ class DecodeSide:
         elif rule.asks_again:
             # The peer dropped this connection, having too many peers: D reconnects only to fetch again.
             peer.was_met = False
-        loads = [load for load in self._loads_from(peer) if load.admitted]
+        loads = [load for load in self._by_peer.get(peer.key, ()) if load.admitted]
         for load in loads:
             fetch = load.fetches.get(rank)
             if fetch is not None and fetch.state is RankFetchState.MEETING:
@@ -353,9 +358,6 @@ class DecodeSide:
             self.bay.hasten(link, incarnation, now + writes_end_s)
 
     # Loads
-
-    def _loads_from(self, peer: Peer) -> list[LoadRecord]:
-        return [load for load in self.loads.values() if load.peer == peer.key]
 
     def _admit(self, now: float) -> None:
         """Admit queued loads, up to ``max_loads`` at a time: D meets their peers, then fetches."""
@@ -393,6 +395,10 @@ class DecodeSide:
         del self.loads[request_id]
         self._queue.pop(load, None)
         self._admitted -= load.admitted
+        of_peer = self._by_peer[load.peer]
+        del of_peer[load]
+        if not of_peer:
+            del self._by_peer[load.peer]
         load.timer.cancel()
         self.renewals.loaded(load)
         engine_id, host, port = load.peer

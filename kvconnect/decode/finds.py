@@ -49,27 +49,33 @@ class Finds:
     ) -> None:
         self._config, self._reports, self._misused = context.config, context.reports, context.misused
         self._peers, self._path = peers, path
-        self.asked: dict[int, _Asked] = {}
-        """Lookups under way by number. A turn without any calls nothing here."""
+        self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
-        # A turn in which a timer is due looks at all lookups.
-        self._timer = context.timers.timer(lambda now: None)
+        self._timer = context.timers.timer(lambda now: self.changed())
+        self.has_changed = False
+        """A lookup may be able to continue."""
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self._asked)
 
     def peers_in_use(self) -> set[PeerKey]:
         """The peers of all lookups under way."""
-        return {asked.order.peer for asked in self.asked.values()}
+        return {asked.order.peer for asked in self._asked.values()}
 
     def ask(self, order: Find, now: float) -> None:
         """Begin a lookup; the peer is asked once it is met."""
-        self.asked[next(self._numbers)] = _Asked(order, now + self._config.find_s)
+        self._asked[next(self._numbers)] = _Asked(order, now + self._config.find_s)
         self._peers.reach(order.peer, now)
+        self.changed()
+
+    def changed(self) -> None:
+        """Look at all lookups again: a peer was met or lost, or its link was measured."""
+        self.has_changed = True
 
     def advance(self, now: float) -> None:
-        """Ask the peers that were met meanwhile, and end the lookups that can end or are late."""
-        for number, asked in list(self.asked.items()):
+        """Ask the peers that were met meanwhile, and end the lookups that are late."""
+        self.has_changed = False
+        for number, asked in list(self._asked.items()):
             if asked.answer is not None:
                 self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
             elif now >= asked.deadline:
@@ -77,7 +83,7 @@ class Finds:
                 self._end(number, Cause.TIMEOUT(late))
             elif not asked.link:
                 self._try(number, asked, now)
-        self._timer.at(min((asked.deadline for asked in self.asked.values()), default=math.inf))
+        self._timer.at(min((asked.deadline for asked in self._asked.values()), default=math.inf))
 
     def met(self, link: RankLink, now: float) -> None:
         """A peer's rank has introduced itself: if D will ask it, have it measure its link before."""
@@ -92,7 +98,7 @@ class Finds:
 
     def answered(self, link: RankLink, message: PrefixFound, now: float) -> None:
         """Take a peer's answer. A late answer is ignored, and is no fault of the peer."""
-        asked = self.asked.get(message.number)
+        asked = self._asked.get(message.number)
         if asked is None or asked.link != link.name:
             return
         problem = _problem(message, asked.order.prefix, asked.order.max_tokens)
@@ -104,10 +110,11 @@ class Finds:
         else:
             asked.answer = message
             asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
+            self.changed()
 
     def lost(self, link: str, reason: Reason) -> None:
         """A connection has ended: end the lookups that it carried, with this reason."""
-        for number in [number for number, asked in self.asked.items() if asked.link == link]:
+        for number in [number for number, asked in self._asked.items() if asked.link == link]:
             self._end(number, reason)
 
     def _try(self, number: int, asked: _Asked, now: float) -> None:
@@ -141,13 +148,13 @@ class Finds:
         )
         # The peer reads rows from disk before it sends any of them.
         counts = answer.num_tokens, here_s, answer.disk_tokens, disk_s + answer.disk_s
-        self._report(number, Found(self.asked[number].order.request_id, *counts, error=link.refusal))
+        self._report(number, Found(self._asked[number].order.request_id, *counts, error=link.refusal))
 
     def _end(self, number: int, error: Reason | None, *, is_busy: bool = False) -> None:
-        self._report(number, Found(self.asked[number].order.request_id, error=error, is_busy=is_busy))
+        self._report(number, Found(self._asked[number].order.request_id, error=error, is_busy=is_busy))
 
     def _report(self, number: int, found: Found) -> None:
-        del self.asked[number]
+        del self._asked[number]
         self._reports.add(Results(found=(found,)))
 
 

@@ -93,7 +93,7 @@ class SimPacker:
         return self._launch(self._target, staged, lambda: self._packer.unpack(slot, staged, seed, *coder))
 
     def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], PackTicket]) -> SlowTicket:
-        ticket, what = SlowTicket(kernel), (side, staged)
+        ticket, what = SlowTicket(kernel, staged), (side, staged)
         self._stream.pending.append(what)
 
         def run() -> None:
