@@ -373,6 +373,12 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
     known = TransferConfig.__struct_fields__
     given = {key: value for key, value in given.items() if value is not None or key not in known}
     mistakes: list[str] = []
+    if isinstance(extra := given.get("kv_connector_extra_config"), Mapping) and "path" in extra:
+        given["kv_connector_extra_config"] = {key: value for key, value in extra.items() if key != "path"}
+        mistakes.append(
+            f"kv_connector_extra_config.path is {extra['path']!r}, and is no setting any more: pages travel "
+            "through slots, as with 'packed', and no peer writes to the cache; leave it out"
+        )
     read = read_what_can_be(given, TransferConfig, "kv_transfer_config", mistakes, Limits.__struct_fields__)
     mistakes += _mistakes(read)
     refuse(mistakes)

@@ -95,6 +95,7 @@ def test_what_is_wrong_is_named(change, match):
         ({"lease_max_s": 1}, r"lease_max_s is 1.0.*at least lease_s"),
         ({"warm_peers": ["h"]}, r"warm_peers names 'h', accepted: host:port"),
         ({"warm_peers": ["h:0"]}, r"warm_peers names 'h:0'"),
+        ({"path": "packed"}, r"path is 'packed', and is no setting any more: .* leave it out"),
     ],
 )
 def test_what_is_wrong_with_a_setting_is_named(extra, match):
@@ -104,16 +105,16 @@ def test_what_is_wrong_with_a_setting_is_named(extra, match):
 
 def test_all_mistakes_are_named_at_once():
     """Each start of a server that shows one of them costs a minute."""
-    extra = {"engin": "nixl", "port": 70000, "warm_peers": ["h"], "lease_max_s": 1}
+    extra = {"engin": "nixl", "port": 70000, "path": "auto", "warm_peers": ["h"], "lease_max_s": 1}
     extra |= {"offload": {"disk_byte": 1, "shares": [0.9, 0.9]}, "sources": ["h:x"]}
     given = {"kv_role": "kv_reader", "rank": 3, "kv_connector_extra_config": extra}
     with pytest.raises(ConfigError) as caught:
         parse_kv_transfer_config(given)
     named = str(caught.value).splitlines()
-    assert named[0] == "there are 10 mistakes:"
-    fields = (".kv_role is", "key 'rank'", "key 'engin'", ".port is", "warm_peers names")
+    assert named[0] == "there are 11 mistakes:"
+    fields = (".kv_role is", "key 'rank'", "key 'engin'", ".port is", ".path is", "warm_peers names")
     fields += (".lease_max_s is", "key 'disk_byte'", ".cpu_bytes is missing", ".shares is", ".sources names")
-    assert [sum(field in line for line in named) for field in fields] == [1] * 10
+    assert [sum(field in line for line in named) for field in fields] == [1] * 11
 
 
 def test_a_setting_that_cannot_be_read_makes_no_mistake_of_another():

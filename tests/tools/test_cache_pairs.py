@@ -237,8 +237,8 @@ def test_types_are_converted_where_both_sides_say_so():
             "layers[0]: block_size is 16, but the attention kernels need blocks of 32 tokens",
         ),
         (
-            {"layers": [GQA], "block_size": 16, "kv_connector_extra_config": {"pord": 1}},
-            "kv_connector_extra_config has no key 'pord' (its value is 1); did you mean 'port'?",
+            {"layers": [GQA], "block_size": 16, "kv_connector_extra_config": {"path": "packed"}},
+            "kv_connector_extra_config.path is 'packed', and is no setting any more",
         ),
     ],
 )
