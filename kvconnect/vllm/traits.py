@@ -55,6 +55,8 @@ from kvconnect.vllm.weights import LoadedWeights
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from kvconnect.offload.scheduler.host import KeptBlocks
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,7 +71,7 @@ def make_scheduler_half(
 ) -> SchedulerHalf:
     """The scheduler half, with vLLM's block ``pool``. Called once the workers have announced themselves."""
     extra, adapters = config.extra, Adapters()
-    named = kept = shared = trust = None
+    named = shared = trust = kept = None
     if extra.engine != "none" or names_key(extra, os.environ):
         trust = configured_trust(config, os.environ, time.time)
     if extra.engine != "none":
@@ -101,25 +103,7 @@ def make_scheduler_half(
         zeroes_loads=zeroes_loads,
     )
     if extra.offload is not None:
-        from kvconnect.offload.scheduler.host import KeptBlocks
-
-        events = None
-        if settings.wants_events(vllm_config):
-            # Imported only by servers with offload and events, since it imports vLLM's event classes.
-            from kvconnect.vllm.events import tier_events
-
-            events = tier_events(kv_cache_config)
-        hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
-        kept = KeptBlocks(
-            scheduler_config(kept_config(kv_cache_config)).groups,
-            hit_requirements(vllm_config, kv_cache_config),
-            hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
-            row_bytes=_same_rows(workers),
-            # vLLM's world size may include all data-parallel engines.
-            num_ranks=vllm_config.parallel_config.pipeline_parallel_size * stage_ranks(vllm_config),
-            events=events,
-            parks=all(meta.parks for meta in workers.values()),
-        )
+        kept = _kept_blocks(vllm_config, kv_cache_config, workers, adapters)
     return build_scheduler_half(
         config,
         scheduler_config(kv_cache_config, context_ranks(vllm_config)),
@@ -128,6 +112,30 @@ def make_scheduler_half(
         trust=trust,
         kept=kept,
         shared=shared,
+    )
+
+
+def _kept_blocks(
+    vllm_config: VllmConfig, kv_cache_config: Any, workers: Mapping[int, AddressMetadata], adapters: Adapters
+) -> KeptBlocks:
+    from kvconnect.offload.scheduler.host import KeptBlocks
+
+    events = None
+    if settings.wants_events(vllm_config):
+        # Imported only by servers with offload and events, since it imports vLLM's event classes.
+        from kvconnect.vllm.events import tier_events
+
+        events = tier_events(kv_cache_config)
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    return KeptBlocks(
+        scheduler_config(kept_config(kv_cache_config)).groups,
+        hit_requirements(vllm_config, kv_cache_config),
+        hashes=BlockHashes(hash_tokens, None if events is not None else adapters),
+        row_bytes=_same_rows(workers),
+        # vLLM's world size may include all data-parallel engines.
+        num_ranks=vllm_config.parallel_config.pipeline_parallel_size * stage_ranks(vllm_config),
+        events=events,
+        parks=all(meta.parks for meta in workers.values()),
     )
 
 
