@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.pack.batches import PackTicket
 from kvconnect.pack.exponent_code import ExponentCoder, coded_bytes
+from tests.pack.sides import DEVICE
 
 VALUES, APART = 4096, 96
 TILE, CODED = 8192, 6256
@@ -22,7 +21,16 @@ def coder_of(kind, most_bytes):
         return ExponentCoder(most_bytes)
     from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
 
-    return TritonExponentCoder(most_bytes, torch.device("cpu"))
+    return TritonExponentCoder(most_bytes, torch.device(DEVICE))
+
+
+def memory_beside(coder, values):
+    """Memory of the coder's device with these bytes."""
+    return torch.from_numpy(np.array(values, np.uint8)).to(coder._plain.device)
+
+
+def bytes_of(memory):
+    return memory.cpu().numpy().tobytes()
 
 
 def by_hand(values):
@@ -61,20 +69,18 @@ def contents(draw):
     return values.tobytes()
 
 
-def plain_memory(coder, length_bytes):
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length_bytes).from_address(coder.plain))
-
-
 @pytest.mark.parametrize("kind", ["numpy", "triton"])
 @given(content=contents())
 def test_what_is_coded_equals_the_code_by_hand_and_is_restored(kind, content):
     coder, length = coder_of(kind, 3 * TILE), len(content)
-    plain = plain_memory(coder, 3 * TILE)
+    plain = coder._plain
     # What lay there before is part of no code.
     plain[:] = 0xA5
-    plain[:length] = np.frombuffer(content, np.uint8)
-    slot = np.full(coded_bytes(length) + 16, 0x5A, np.uint8)
-    ticket = coder.encode(slot.ctypes.data, length, PackTicket(77))
+    plain[:length] = memory_beside(coder, list(content))
+    slot = memory_beside(coder, [0x5A] * (coded_bytes(length) + 16))
+    ticket = coder.encode(slot.data_ptr(), length, PackTicket(77))
+    ticket.wait()
+    coded = bytes_of(slot)
     filled = np.frombuffer(content.ljust(-(-length // TILE) * TILE, b"\0"), np.uint16).reshape(-1, VALUES)
     tiles = [by_hand(tile.tolist()) for tile in filled]
     assert ticket.done
@@ -82,26 +88,28 @@ def test_what_is_coded_equals_the_code_by_hand_and_is_restored(kind, content):
     assert ticket.has_failed == (None in tiles)
     for number, tile in enumerate(tiles):
         if tile is not None:
-            assert slot[number * CODED : (number + 1) * CODED].tobytes() == tile
-    assert slot[-16:].tolist() == [0x5A] * 16, "nothing is written behind the code"
+            assert coded[number * CODED : (number + 1) * CODED] == tile
+    assert coded[-16:] == b"\x5a" * 16, "nothing is written behind the code"
     if ticket.has_failed:
         return
     plain[:] = 0xEE
-    coder.decode(slot.ctypes.data, length)
-    assert plain[:length].tobytes() == content
+    coder.decode(slot.data_ptr(), length)
+    assert bytes_of(plain[:length]) == content
 
 
 @pytest.mark.parametrize("kind", ["numpy", "triton"])
 @pytest.mark.parametrize("length", [1, 2, 3, 5, TILE - 1, TILE + 1])
 def test_any_number_of_bytes_is_restored(kind, length):
-    coder, slot = coder_of(kind, 2 * TILE), np.zeros(2 * CODED, np.uint8)
-    plain = plain_memory(coder, 2 * TILE)
-    plain[:] = np.resize(np.array([0x3F80, 0xBF81, 0x4000], np.uint16), TILE).view(np.uint8)
-    before = plain[:length].copy()
-    assert not coder.encode(slot.ctypes.data, length, PackTicket(None)).has_failed
+    coder = coder_of(kind, 2 * TILE)
+    plain, slot = coder._plain, memory_beside(coder, [0] * 2 * CODED)
+    content = np.resize(np.array([0x3F80, 0xBF81, 0x4000], np.uint16), TILE).view(np.uint8)
+    plain[:] = memory_beside(coder, content)
+    ticket = coder.encode(slot.data_ptr(), length, PackTicket(None))
+    ticket.wait()
+    assert not ticket.has_failed
     plain[:] = 0
-    coder.decode(slot.ctypes.data, length)
-    assert plain[:length].tobytes() == before.tobytes()
+    coder.decode(slot.data_ptr(), length)
+    assert bytes_of(plain[:length]) == content[:length].tobytes()
 
 
 @pytest.mark.parametrize("kind", ["numpy", "triton"])
@@ -109,7 +117,9 @@ def test_bytes_that_are_no_code_are_decoded_to_some_value(kind):
     coder = coder_of(kind, 2 * TILE)
     slot = np.random.default_rng(5).integers(0, 256, 2 * CODED, dtype=np.uint8)
     slot[:CODED] = 0xFF
-    coder.decode(slot.ctypes.data, 2 * TILE)
+    memory = memory_beside(coder, slot)
+    coder.decode(memory.data_ptr(), 2 * TILE)
+    coder._finish()
 
 
 class _Recording(ExponentCoder):
