@@ -246,7 +246,7 @@ def unpack_and_flip(self, slot, staged, seed, coder):
     if not flipped and staged.total_bytes > 200_000:
         flipped.append(True)
         ctypes.c_uint8.from_address(slot + 1).value ^= 1
-        unpack(self, slot, staged, None)
+        unpack(self, slot, staged, seed)
     return ticket
 
 Packer.unpack = unpack_and_flip

@@ -26,6 +26,7 @@ from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.leases import Lease
 from kvconnect.transfer.orders import Progress
 from kvconnect.transfer.stack import RankCache
+from tests.cache.test_retention import MADE_UP
 from tests.caches import attention_layer, block_values, fill_random
 from tests.identities import named
 from tests.offload.half_kit import Kind
@@ -62,6 +63,9 @@ class FirstAndLastSpec(FullAttentionSpec):
 def is_read(token: int, position: int, sinks: int, last: int) -> bool:
     """Whether computing ``position`` reads an earlier token. Shares nothing with the rule."""
     return token < sinks or position - token < last
+
+
+MADE_UP[FirstAndLast] = lambda rule, position, token: is_read(token, position, rule.sinks, rule.last)
 
 
 class Side:
