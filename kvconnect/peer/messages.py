@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -375,7 +375,10 @@ ToDecode = (Welcome | Refused | Accepted | CreditRequest | Landed | Written | Re
 Message = ToPrefill | ToDecode
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {Side.DECODE: msgspec.msgpack.Decoder(ToDecode), Side.PREFILL: msgspec.msgpack.Decoder(ToPrefill)}
+_decoders: dict[Side, msgspec.msgpack.Decoder[Any]] = {
+    Side.DECODE: msgspec.msgpack.Decoder(ToDecode),
+    Side.PREFILL: msgspec.msgpack.Decoder(ToPrefill),
+}
 
 
 def encode(message: Message) -> bytes:
