@@ -74,7 +74,11 @@ class RoomFlow(Flow):
             UpstreamError: one of them gave no answer.
         """
         self._metrics.flows.labels("room").inc()
-        sent = {**exchange.body, **self._meeting(lease.url)}
+        try:
+            sent = {**exchange.body, **self._meeting(lease.url)}
+        except UpstreamError:
+            self._nodes.release(lease)
+            raise
         legs = self._begun(exchange, sent, lease, self._nodes, retry=False), self._begun(exchange, sent)
         prefill, decode = [await stack.enter_async_context(asking(leg)) for leg in legs]
         await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)

@@ -126,3 +126,19 @@ async def test_a_port_of_one_node() -> None:
     ):
         assert await client.status(ASK) == 200
         assert decode.seen[0].body["bootstrap_port"] == 9000
+
+
+@in_loop
+async def test_a_node_without_a_port_is_an_error_and_its_lease_is_returned() -> None:
+    """That no lease is left is looked at where the router ends."""
+    one, other, decode = Node(FAILED), Node(DONE), Node(DONE)
+    async with (
+        one.serving(),
+        other.serving(),
+        decode.serving(),
+        routed([one.url, other.url], [decode.url], bootstrap_port=[f"{other.url}=9000"], retries=0) as client,
+    ):
+        for _ in range(4):
+            await client.status(ASK)
+        assert not one.seen
+        assert await client.status(ASK) in (200, 502)
