@@ -25,7 +25,7 @@ _UNLIMITED = (
 
 
 def check_machine(facts: Facts) -> Iterator[Finding]:
-    """What a node would meet here: its keys and ports, software, devices and their links, limits."""
+    """What a node would meet here: its keys and ports, software, devices, limits."""
     for check in (_node, _software, _torch, _engines, _vllm, _rdma, _transport, _gpus, _variables, _limits):
         yield from check(facts)
 
@@ -40,7 +40,7 @@ def _node(facts: Facts) -> Iterator[Finding]:
         f"{config.kv_role}, engine {extra.engine}; on a failed load it will {config.kv_load_failure_policy}",
     )
     if facts.key_problem:
-        advice = "`kvconnect keys new FILE`, the same FILE on every node, mode 0600, as key_file"
+        advice = "files of mode 0600; `kvconnect keys new FILE`, the same on every node, for key_file"
         yield failure("key", facts.key_problem, advice)
     else:
         yield warning_if(extra.insecure, "key", facts.key, "leave `insecure` out: a key is made by itself")
@@ -158,14 +158,16 @@ def adapters(names: str) -> list[str]:
 
 
 def _rdma(facts: Facts) -> Iterator[Finding]:
-    """The RDMA ports. A named device that is missing or down is found by the trial of the engine."""
+    """The RDMA ports. A named device that is missing is found by the trial of the engine."""
     if not facts.machine.rdma:
         yield well("RDMA", "no device; between machines bytes go over TCP")
         return
     for port in facts.machine.rdma:
         about, found = f"RDMA {port.device}:{port.port}", f"{port.state}, {port.rate}, {port.link_layer}"
         advice = "look at the cable, the switch and its subnet, or name others in device_name"
-        yield warning_if(port.state != ACTIVE, about, found, advice)
+        is_named = port.device in adapters(facts.extra.device_name)
+        judged = failure_if if is_named else warning_if
+        yield judged(port.state != ACTIVE, about, found, advice)
 
 
 def _transport(facts: Facts) -> Iterator[Finding]:

@@ -56,13 +56,16 @@ def run_inspect(
             at = join_address(*worker)
             described, found = look(extra, keyring, worker, request=request, whole=json_output)
             if json_output:
-                shown.append(as_json(at, described, found))
+                # At once: the next worker may not answer.
+                print(as_json(at, described, found), flush=True)
                 continue
             if request and not (found.leases or found.loads or found.ended or found.receipts):
                 nothing = f"holds nothing of {request}: its decode server knows what came of it"
                 shown.append(paragraph("", f"{at} {nothing}", 0))
             shown += [*text_of(at, described, found), ""]
-        if watch and sys.stdout.isatty() and not json_output:
+        if json_output:
+            return
+        if watch and sys.stdout.isatty():
             shown.insert(0, _CLEARED)
         print("\n".join(shown), flush=True)
 

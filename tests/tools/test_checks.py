@@ -97,10 +97,15 @@ def test_tcp_beside_an_rdma_device_is_a_warning_between_machines(tmp_path, monke
     assert "transport" not in found(configured(engine="mooncake"), machine=machine, trial=Trial("tcp"))
 
 
-def test_an_rdma_port_that_is_down_is_a_warning(tmp_path):
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [({}, Level.WARNING), ({"device_name": "mlx5_9:1,mlx5_0:1"}, Level.FAILURE)],
+    ids=["any", "named"],
+)
+def test_an_rdma_port_that_is_down_is_a_warning_and_a_named_one_a_failure(tmp_path, given, level):
     machine = replace(look(make_root(tmp_path, state="1: DOWN")), memlock_bytes=None)
-    down = found(configured(), machine=machine, trial=RDMA)["RDMA mlx5_0:1"]
-    assert (down.level, down.found[:16]) == (Level.WARNING, "DOWN, 400 Gb/sec")
+    down = found(configured(**given), machine=machine, trial=RDMA)["RDMA mlx5_0:1"]
+    assert (down.level, down.found[:16]) == (level, "DOWN, 400 Gb/sec")
 
 
 def test_a_key_that_others_can_read_is_a_failure(tmp_path):
