@@ -226,11 +226,15 @@ class Peers:
 
     def reach(self, key: PeerKey, now: float) -> Peer:
         """The peer of this key; D connects to it if there is no connection and its breaker permits."""
-        peer = self.peers.get(key) or self._adopt(key) or self._remember(key)
+        peer = self.find(key) or self._remember(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
         return peer
+
+    def find(self, key: PeerKey) -> Peer | None:
+        """The peer of this key, if D remembers it, also by its address alone."""
+        return self.peers.get(key) or self._adopt(key)
 
     def _adopt(self, key: PeerKey) -> Peer | None:
         """The peer of a connection made before its engine id was known, if it leads to that engine."""

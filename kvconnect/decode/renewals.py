@@ -122,7 +122,7 @@ class Renewals:
     def _add(self, wanted: Renewable, now: float) -> None:
         account = self._accounts.get(wanted.peer) or self._open(wanted.peer)
         account.kept[wanted] = -math.inf
-        peer = self._peers.peers.get(wanted.peer)
+        peer = self._peers.find(wanted.peer)
         is_met = peer is not None and peer.is_ready
         # A load meets its peer itself.
         wait_s = min(_PACE_S, interval_s(peer.lease_s if peer is not None else 0.0))
@@ -167,7 +167,7 @@ class Renewals:
         longest_s = self._config.lease_max_s
         text = f"its prefill was not complete within {longest_s:g} s, which is lease_max_s"
         self._give_up(account, Cause.TIMEOUT(text), now - longest_s)
-        wanted, peer, wait_s = account.wanted(), self._peers.peers.get(account.key), _PACE_S
+        wanted, peer, wait_s = account.wanted(), self._peers.find(account.key), _PACE_S
         if not wanted:
             return
         if peer is None or not peer.is_ready:

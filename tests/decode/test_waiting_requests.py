@@ -97,6 +97,17 @@ def test_requests_that_queue_for_longer_than_a_lease_are_loaded():
     queue.pair.assert_idle()
 
 
+def test_a_peer_that_was_met_by_its_address_is_asked_to_renew_where_no_more_are_remembered():
+    queue = Queue(warm_peers=("127.0.0.1:1", "nobody:1"), max_peers=2)
+    queue.run(0.5)
+    request = queue.arrive("a", 3)
+    queue.run(2 * LEASE_S)
+    assert queue.renewed_at
+    queue.admit(request, 5)
+    queue.run(0.5)
+    assert queue.pair.landed((3,), (5,))
+
+
 def test_requests_that_come_one_by_one_cost_no_message_each():
     queue = Queue()
     for number in range(19):
