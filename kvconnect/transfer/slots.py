@@ -33,7 +33,8 @@ class SlotState(enum.Enum):
 
 
 SLOT_MOVES: Mapping[SlotState, Sequence[SlotState]] = {
-    SlotState.FREE: (SlotState.OURS, SlotState.THEIRS),
+    # It leaves the pool by ``take`` alone: moved, it could be taken again while it is used.
+    SlotState.FREE: (),
     SlotState.OURS: (SlotState.THEIRS, SlotState.FREE),
     SlotState.THEIRS: (SlotState.OURS, SlotState.FREE, SlotState.QUARANTINED),
     SlotState.QUARANTINED: (SlotState.FREE,),
@@ -81,11 +82,9 @@ class SlotPool:
         if not self._free:
             raise LocalError(f"all {len(self.slots)} slots are taken")
         # The slot that was used last: with a CPU, its memory is still in the processor's cache.
-        slot = self._free[-1]
-        self.move(slot, state)
-        self._free.pop()
+        slot = self._free.pop()
         self.taken += 1
-        slot.generation = self._next_generation
+        slot.state, slot.generation = state, self._next_generation
         self._next_generation += 1
         slot.holder = holder
         self._taken_for[holder] += 1

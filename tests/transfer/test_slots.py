@@ -59,7 +59,7 @@ def test_whatever_happens_every_slot_is_in_one_place_and_no_generation_comes_twi
         try:
             if after in TAKING and rng.random() < 0.5:
                 generations.append(pool.take(after).generation)
-            elif slot.state is not SlotState.FREE:
+            else:
                 pool.move(slot, after)
         except LocalError:
             pass
