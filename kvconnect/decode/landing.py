@@ -204,7 +204,8 @@ class LandingBay:
 
     def hasten(self, link: RankLink, incarnation: str, until: float) -> None:
         """End the quarantine of slots granted before ``link``, but to ``incarnation``, by ``until``."""
-        for landing in self._landings.values():
+        # At most greetings there is none, and landings at rest are not looked at.
+        for landing in self._landings.values() if self._quarantined else ():
             if landing.is_quarantined and landing.link.is_before(link, incarnation):
                 landing.quarantine.by(until)
 
