@@ -162,7 +162,7 @@ class Recovery:
     def reported(self, reports: Sequence[OffloadReport]) -> None:
         """A step's reports. A tier may recover more slowly than an idle vLLM steps."""
         self._expects = any(report.is_recovering for report in reports)
-        if any(report.changes for report in reports):
+        if not self._expects or any(report.changes for report in reports):
             self._until = None
 
     @property

@@ -361,5 +361,15 @@ def test_where_nothing_is_told_it_waits_for_a_while():
     assert not recovery.is_under_way
 
 
+def test_a_disk_that_can_be_opened_only_later_is_waited_for_as_long():
+    clock = Clock()
+    recovery = Recovery(expects=True, clock=clock)
+    assert recovery.is_under_way
+    recovery.reported([OffloadReport(0)])
+    clock.now += 10 * WAIT_S
+    recovery.reported([OffloadReport(0, is_recovering=True)])
+    assert recovery.is_under_way
+
+
 def test_without_lower_tiers_it_waits_for_nothing():
     assert not Recovery(expects=False, clock=Clock()).is_under_way
