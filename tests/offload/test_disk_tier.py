@@ -270,6 +270,18 @@ def test_what_others_left_counts_and_makes_room_first(tmp_path):
     assert held.read(lengths_of(some_rows(20, 9, length=20_000)))
 
 
+def test_segments_of_an_earlier_version_are_removed(tmp_path):
+    driver = open_driver(tmp_path)
+    driver.write(rows := some_rows(10, 1))
+    driver.tier.close()
+    for number in range(3):
+        (driver.tier.path / f"{number:012d}.kv").write_bytes(b"KVCR" * 10_000)
+    again = open_driver(tmp_path)
+    assert len(row_paths(again.tier)) == 10
+    assert again.read(lengths_of(rows)) == rows
+    assert not again.failures
+
+
 def test_what_was_used_last_stays_after_a_restart(tmp_path):
     driver = open_driver(tmp_path)
     rows = some_rows(100, 1, length=10_000)

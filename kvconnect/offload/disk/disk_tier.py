@@ -195,17 +195,19 @@ class DiskTier(LowerTier):
     def _report_found(self) -> None:
         """Report recovered contents, a part at a time."""
         contents = self._catalog.contents()
-        for first in range(0, len(contents), _REPORTED_AT_ONCE):
-            if self.is_closing:
-                break
-            found = contents[first : first + _REPORTED_AT_ONCE]
-            footers: dict[Content, bytes] = {}
-            for content in found if self._reads_footers else ():
-                # An unreadable footer is no worse than a missing one.
-                with contextlib.suppress(OSError):
-                    footers[content] = self._rows.read_footer(content)
-            self._catalog.report(found, footers)
-        self.tracker.recovered()
+        try:
+            for first in range(0, len(contents), _REPORTED_AT_ONCE):
+                if self.is_closing:
+                    break
+                found = contents[first : first + _REPORTED_AT_ONCE]
+                footers: dict[Content, bytes] = {}
+                for content in found if self._reads_footers else ():
+                    # An unreadable footer is no worse than a missing one.
+                    with contextlib.suppress(OSError):
+                        footers[content] = self._rows.read_footer(content)
+                self._catalog.report(found, footers)
+        finally:
+            self.tracker.recovered()
 
     def _read(self, rows: Sequence[TierRow]) -> Sequence[bool]:
         known = self._catalog.has([row.content for row in rows], is_use=True)

@@ -33,8 +33,8 @@ MAX_LABEL = 200
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
 _ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
-# Unfinished rows.
-_REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished")
+# Unfinished rows, and segments of former versions.
+_REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv")
 
 
 @dataclass(frozen=True)
