@@ -391,8 +391,9 @@ def _check_cluster(cluster: Sequence[Region], ratios: Mapping[int, int]) -> None
         if not len(first):
             return
         second = first + step
-        groups, blocks = pages[owner, 1], number // pages[owner, 2]
-        clash = (groups[first] == groups[second]) | (blocks[first] != blocks[second])
+        ours, theirs = pages[owner[first]], pages[owner[second]]
+        is_other_block = number[first] // ours[:, 2] != number[second] // theirs[:, 2]
+        clash = (ours[:, 1] == theirs[:, 1]) | is_other_block
         if clash.any():
             at = int(first[clash][0])
             one, other = cluster[int(owner[at])], cluster[int(owner[at + step])]

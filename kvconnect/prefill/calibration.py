@@ -1,7 +1,8 @@
 """The rate of the link to a peer, in bytes per second: first from a calibration, then from the chunks sent.
 
 A calibration writes a few batches from P's scratch memory to the peer's, whose content is never read. The
-peer's fetches wait until it ends: no longer than it takes to connect. Owned by the transfer thread.
+peer's fetches wait until the first one ends: no longer than it takes to connect. Owned by the transfer
+thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a ``kv_transfer_config`` that a tool was given as vLLM takes it: JSON, or a file of JSON. No vLLM."""
+"""Reads a ``kv_transfer_config`` as vLLM takes it: JSON, or a file of JSON. No vLLM."""
 
 from __future__ import annotations
 

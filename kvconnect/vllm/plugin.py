@@ -2,7 +2,7 @@
 
 vLLM runs it in every process of every server, also without a connector, and may run it more than once: so it
 imports nothing slow. vLLM's factory is loaded in all these processes anyway. What a release of vLLM supports
-is read from its classes; its version only leads to a warning.
+beyond what all of 0.30 to 0.33 have is read from its classes; its version only leads to a warning.
 """
 
 from __future__ import annotations

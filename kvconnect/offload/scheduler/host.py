@@ -2,8 +2,8 @@
 
 A job is over when every rank has reported it, in any order; a content that failed on one rank failed. A job
 that is late is overdue: the serving stack does not step for it, and its rows stay out of use until it is
-over. Requests have stopped waiting for it before, after ``wait_s``. The module does not decide what is
-stored, restored or fetched.
+over. Requests stop waiting for it after ``wait_s``. The module does not decide what is stored, restored or
+fetched.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class StoreTier(LowerTier):
     # ---- for the owner's thread
 
     def announce(self) -> None:
-        """Report contents that jobs find or miss in the store as changes. Call it before the first job."""
+        """Report contents that calls find or miss in the store as changes. Call it before the first one."""
         self.tracker.most = MOST
 
     def clear(self) -> None:
