@@ -756,8 +756,6 @@ def test_nothing_wrong_is_served_after_kills():
     report = json.loads(told.stdout)
     assert (report["kills"], report["wrong"], report["problems"]) == (12, 0, [])
     assert report["served"] > 0
-    assert report["served"] > 0
-    assert report["most_of_bound"] <= 1.0
 
 
 def test_nothing_damaged_is_served_and_what_is_not_damaged_is(tmp_path):
