@@ -166,11 +166,17 @@ def test_damage_is_a_miss(make, folder):
     assert second.served(LONG).loaded == WHOLE
 
 
-def test_a_disk_that_does_not_answer_is_a_miss(make, folder, monkeypatch):
+def answer_no_read(rig):
+    """From now on reads of the disk never end."""
+    (disk,) = rig.linker.worker.offload._loop.tiers
+    begin = disk.begin
+    disk.begin = lambda call: None if call.kind == "read" else begin(call)
+
+
+def test_a_disk_that_does_not_answer_is_a_miss(make, folder):
     second = make(**on_disk(folder), wait_s=0.2)
     second.settle()
-    (disk,) = second.linker.worker.offload._loop.tiers
-    monkeypatch.setattr(disk, "read", lambda *given: None)
+    answer_no_read(second)
     waits, other = Request(LONG), Request(OTHER)
     # The one waits in SGLang's queue; others go on meanwhile.
     assert second.run(waits, other) == [other]
@@ -239,7 +245,7 @@ def serve_as_a_rank(rank, folder, model):
         LONG,
     ):
         if len(found) == 2 and rank == 1:
-            rig.linker.worker.offload._loop.tiers[0].read = lambda *more: None
+            answer_no_read(rig)
         go_on(prompt)
         rig.cache.evict(EvictParams(num_tokens=PAGE * PAGES))
     assert not rig.cache.linker.pending_offloads
