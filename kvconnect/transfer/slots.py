@@ -33,8 +33,7 @@ class SlotState(enum.Enum):
 
 
 SLOT_MOVES: Mapping[SlotState, Sequence[SlotState]] = {
-    # It leaves the pool by ``take`` alone: moved, it could be taken again while it is used.
-    SlotState.FREE: (),
+    SlotState.FREE: (SlotState.OURS, SlotState.THEIRS),
     SlotState.OURS: (SlotState.THEIRS, SlotState.FREE),
     SlotState.THEIRS: (SlotState.OURS, SlotState.FREE, SlotState.QUARANTINED),
     SlotState.QUARANTINED: (SlotState.FREE,),
@@ -50,6 +49,10 @@ class Slot:
     state: SlotState = SlotState.FREE
     generation: int = 0
     holder: str = ""
+
+
+def _moved(slot: Slot, after: SlotState) -> SlotState:
+    return checked_move(SLOT_MOVES, slot.state, after, f"slot of generation {slot.generation}")
 
 
 class SlotPool:
@@ -82,9 +85,11 @@ class SlotPool:
         if not self._free:
             raise LocalError(f"all {len(self.slots)} slots are taken")
         # The slot that was used last: with a CPU, its memory is still in the processor's cache.
-        slot = self._free.pop()
+        slot = self._free[-1]
+        slot.state = _moved(slot, state)
+        self._free.pop()
         self.taken += 1
-        slot.state, slot.generation = state, self._next_generation
+        slot.generation = self._next_generation
         self._next_generation += 1
         slot.holder = holder
         self._taken_for[holder] += 1
@@ -92,7 +97,12 @@ class SlotPool:
 
     def move(self, slot: Slot, after: SlotState) -> None:
         """Change a slot's state, or raise ``IllegalTransition``. A slot that becomes free can be taken."""
-        slot.state = checked_move(SLOT_MOVES, slot.state, after, f"slot of generation {slot.generation}")
+        if slot.state is SlotState.FREE:
+            # Moved, it could be taken again while it is used.
+            raise IllegalTransition(
+                f"slot of generation {slot.generation}: free, so it has to be taken first"
+            )
+        slot.state = _moved(slot, after)
         if after is SlotState.FREE:
             self._free.append(slot)
             self.taken -= 1
