@@ -96,7 +96,7 @@ class StagedChunk:
 class PackTicket:
     """A submitted pack or unpack. This base class is for a CPU, where it is ``done`` at once."""
 
-    def __init__(self, digest: int | None) -> None:
+    def __init__(self, digest: int = 0) -> None:
         self._digest = digest
 
     @property
@@ -104,8 +104,8 @@ class PackTicket:
         return True
 
     @property
-    def digest(self) -> int | None:
-        """The 64-bit digest of the slot's bytes as they were moved; None if no digest was requested.
+    def digest(self) -> int:
+        """The 64-bit digest of the slot's bytes as they were moved.
 
         Raises ``LocalError``: the pack or unpack is not done yet.
         """

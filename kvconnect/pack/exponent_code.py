@@ -48,7 +48,7 @@ class CodedTicket(PackTicket):
     def __init__(
         self, packed: PackTicket, failed: NDArray[np.int32], event: torch.cuda.Event | None = None
     ) -> None:
-        super().__init__(None)
+        super().__init__()
         self._packed, self._failed, self._event = packed, failed, event
 
     @property
@@ -56,7 +56,7 @@ class CodedTicket(PackTicket):
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     @property
-    def digest(self) -> int | None:
+    def digest(self) -> int:
         return self._packed.digest
 
     @property
@@ -92,7 +92,7 @@ class ExponentCoder:
         length, best_s = min(self._most_measured, slot_bytes) // TILE_BYTES * TILE_BYTES, math.inf
         for _ in range(3 if length else 0):
             began = time.perf_counter()
-            self.encode(slot, length, PackTicket(None))
+            self.encode(slot, length, PackTicket())
             self.decode(slot, length)
             self._finish()
             best_s = min(best_s, time.perf_counter() - began)

@@ -93,7 +93,7 @@ class KernelTicket(PackTicket):
     """A launched pack or unpack; see ``PackTicket``. ``place`` has the sum after it."""
 
     def __init__(self, mover: TritonMover, place: int, event: Any, reads: NumberBuffer | None) -> None:
-        super().__init__(None)
+        super().__init__()
         self.place, self.settled = place, False
         # Keeps the kernel's numbers out of the pool until the kernel is done.
         self._mover, self._event, self._reads = mover, event, reads
@@ -107,7 +107,7 @@ class KernelTicket(PackTicket):
         return self.settled or self._event is None or bool(self._event.query())
 
     @property
-    def digest(self) -> int | None:
+    def digest(self) -> int:
         if not self.done:
             raise LocalError("the digest of a pack or unpack is not known before it is done")
         self._mover.settle(self)

@@ -104,7 +104,7 @@ def test_any_number_of_bytes_is_restored(kind, length):
     plain, slot = coder._plain, memory_beside(coder, [0] * 2 * CODED)
     content = np.resize(np.array([0x3F80, 0xBF81, 0x4000], np.uint16), TILE).view(np.uint8)
     plain[:] = memory_beside(coder, content)
-    ticket = coder.encode(slot.data_ptr(), length, PackTicket(None))
+    ticket = coder.encode(slot.data_ptr(), length, PackTicket())
     ticket.wait()
     assert not ticket.has_failed
     plain[:] = 0

@@ -25,7 +25,7 @@ class SlowTicket:
         return self._ticket is not None
 
     @property
-    def digest(self) -> int | None:
+    def digest(self) -> int:
         if self._ticket is None:
             raise LocalError("the digest of a kernel that has not run")
         return self._ticket.digest
