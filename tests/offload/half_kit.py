@@ -31,7 +31,7 @@ from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
-from kvconnect.transfer.orders import OffloadReport, Results, TierChange
+from kvconnect.transfer.orders import OffloadReport, OrdersDraft, Results, TierChange
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 
 
@@ -491,7 +491,7 @@ class Stack:
             clock=self.clock,
             events=TierEvents(Plain()),
         )
-        self.half = OffloadScheduler(config, kept)
+        self.half = OffloadScheduler(config, kept, OrdersDraft([]))
         self.router = Replay(chained, name_of(ROOT))
         self.ranks = Ranks(self, num_ranks, self.rng, tiers=tiers, lag=lag)
 

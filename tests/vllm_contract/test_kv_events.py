@@ -26,7 +26,7 @@ from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import EventMaker, TierEvents
-from kvconnect.transfer.orders import OffloadReport, Results, TierChange
+from kvconnect.transfer.orders import OffloadReport, OrdersDraft, Results, TierChange
 from kvconnect.transfer.stack import Computed, Step
 from kvconnect.vllm.events import describe, tier_events
 from kvconnect.vllm.geometry import scheduler_config
@@ -64,7 +64,7 @@ def half_of(maker=None):
         clock=lambda: 1.0,
         events=TierEvents(maker) if maker else tier_events(CACHE),
     )
-    return OffloadScheduler(OffloadConfig(cpu_bytes=1 << 20, disk_path="/nowhere"), kept)
+    return OffloadScheduler(OffloadConfig(cpu_bytes=1 << 20, disk_path="/nowhere"), kept, OrdersDraft([]))
 
 
 def keep(half, made):

@@ -17,6 +17,7 @@ from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
 from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
+from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.stack import Computed, Step
 from tests.offload.half_kit import Kind
 from tests.vllm_contract import test_scheduler_hooks as hooks_kit
@@ -66,7 +67,7 @@ def finished(*requests: Request, rows: int = 16) -> list[dict[str, Any]]:
         row_bytes={0: 64},
         clock=lambda: 1.0,
     )
-    half = OffloadScheduler(OffloadConfig(cpu_bytes=64 * rows), kept)
+    half = OffloadScheduler(OffloadConfig(cpu_bytes=64 * rows), kept, OrdersDraft([]))
     made, answers = hooks_kit.connector(SchedulerHalf(offload=half)), []
     made._workers = {0: hooks_kit.OWN}
     for number, request in enumerate(requests):

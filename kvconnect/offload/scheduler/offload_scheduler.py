@@ -37,9 +37,9 @@ class OffloadScheduler:
     Raises ``ConfigError``: the host memory does not suffice for a single hit.
     """
 
-    def __init__(self, config: OffloadConfig, kept: KeptBlocks, draft: OrdersDraft | None = None) -> None:
+    def __init__(self, config: OffloadConfig, kept: KeptBlocks, draft: OrdersDraft) -> None:
         self._clock, self._row_bytes = kept.clock, kept.row_bytes
-        self.host = Host(config, kept, draft or OrdersDraft([]))
+        self.host = Host(config, kept, draft)
         self._lookup = PrefixLookup(self.host)
         self.parking = ParkingLot(self.host)
         """KV of requests that wait for blocks."""
