@@ -270,6 +270,7 @@ def test_block_sizes_in_any_ratio(kernels, sizes):
 
 
 def one_way(kernels):
+    """A side, a packer that reads its caches by address, and a chunk. The caches live as long as the side."""
     model, shape = simple_model(), simple_shape()
     side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
     wire = align_wire(side.table, side.table, "rows")
@@ -282,7 +283,7 @@ def one_way(kernels):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_digest_tells_any_damage(data):
-    _, packer, staged = one_way(KERNELS[0])
+    _side, packer, staged = one_way(KERNELS[0])
     slot = slot_for(staged)
     seed = data.draw(st.integers(0, M64 - 1))
     packed = packer.pack(slot.data_ptr(), staged, seed)
@@ -315,7 +316,7 @@ def test_a_digest_tells_any_damage(data):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_digests_of_tickets_may_be_read_in_any_order(kernels):
-    _, packer, staged = one_way(kernels)
+    _side, packer, staged = one_way(kernels)
     slot = slot_for(staged)
     tickets = [packer.pack(slot.data_ptr(), staged, seed) for seed in (1, 2, 1)]
     for ticket in reversed(tickets):
@@ -366,7 +367,7 @@ def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begi
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
 def test_more_tickets_than_places_keep_their_digests(monkeypatch):
     monkeypatch.setattr("kvconnect.pack.triton_mover._PLACES", 8)
-    _, packer, staged = one_way("triton")
+    _side, packer, staged = one_way("triton")
     slot = slot_for(staged)
     seeds = list(range(30))
     tickets = []
@@ -383,7 +384,7 @@ def test_more_tickets_than_places_keep_their_digests(monkeypatch):
 
 
 def test_slots_that_are_askew_are_refused():
-    _, packer, staged = one_way(KERNELS[0])
+    _side, packer, staged = one_way(KERNELS[0])
     slot = slot_for(staged)
     for move, offset in ((packer.pack, 8), (packer.unpack, 4)):
         with pytest.raises(LocalError, match="multiples of 16"):
