@@ -53,7 +53,7 @@ class FetchService:
     def __init__(self, context: TransferContext, book: LeaseBook, inbound_peers: InboundPeers) -> None:
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._randomness, self._book, self._inbound_peers = context.randomness, book, inbound_peers
-        self.pending = PendingFetches(context.config, book.leases, context.timers)
+        self.pending = PendingFetches(context.config, book, context.timers)
         self.sender = Sender(context, self._arrived)
         self.paths = SendPaths(context, self._peers_in_use)
         self._device_poll = context.timers.timer(self._look_at_prefills)
@@ -84,14 +84,14 @@ class FetchService:
         if self._waiting:
             self._device_poll.by(now + _DEVICE_POLL_S)
 
-    def went_on(self, lease: Lease | None, handle: str) -> None:
+    def went_on(self, lease: Lease) -> None:
         """A prefill advanced, lost its blocks, or is held: look again at its fetches."""
-        self.pending.touch(handle)
-        for key in lease.sending if lease is not None else ():
+        self.pending.touch(lease.handle)
+        for key in lease.sending:
             self.sender.touch(key)
 
     def _wait_for_device(self, lease: Lease, key: TransferKey) -> None:
-        if lease.held is None and lease.streamed.marks:
+        if lease.order is None and lease.streamed.marks:
             self._waiting[key] = None
 
     def _look_at_prefills(self, now: float) -> None:
@@ -136,7 +136,7 @@ class FetchService:
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
             return False
-        path, streamed = self._measured_path(inbound, pending.link, now), source.held is None
+        path, streamed = self._measured_path(inbound, pending.link, now), source.order is None
         if path is None:
             return False
         if path.meter is not None and path.meter.found.refusal:
@@ -192,10 +192,10 @@ class FetchService:
         lease = self._book.get(early.fetch.handle)
         if lease is None:
             return None
-        if lease.held is not None:
+        if lease.order is not None:
             if not lease.is_intact:
                 raise not_all(lease.num_tokens)
-            return lease if lease.held.is_computed() else None
+            return lease if lease.is_computed() else None
         return lease if early.first_tokens <= lease.streamed.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float) -> None:
@@ -208,12 +208,12 @@ class FetchService:
                 request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
                 self._inbound_peers.send(pending.link, request)
             pending.fetch = msgspec.structs.replace(fetch, grants=())
-            if self._reports.has_wanted and handle in self.pending.expected:
+            if self._reports.has_wanted and handle in self._book.expected:
                 self._reports.add(Results(wanted=((handle, fetch.first_token),)))
         if handle in self._book.leases:
             # A device, a disk and a link report their end to no thread.
             self.pending.touched[pending.key] = None
-        elif (lease := self._book.streaming.get(handle)) is not None:
+        elif (lease := self._book.expected.get(handle)) is not None:
             self._wait_for_device(lease, pending.key)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:

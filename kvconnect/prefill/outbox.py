@@ -106,9 +106,9 @@ class SlotOutbox:
         self._needs: Sequence[float] = ()
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
-        if lease.held is not None:
+        if lease.order is not None:
             num_tokens = share.count(lease.num_tokens) + self._ahead
-            self._staged = packer.stage(share.of(lease.held.order.groups), chunks, num_tokens)
+            self._staged = packer.stage(share.of(lease.order.groups), chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:
             rows: dict[int, int] = {}
@@ -146,7 +146,7 @@ class SlotOutbox:
     @property
     def exhausted(self) -> bool:
         """Every chunk was taken, and the request is held, so that no preemption can void them."""
-        return self._taken == self.copies and self._lease.held is not None
+        return self._taken == self.copies and self._lease.order is not None
 
     @property
     def is_packing(self) -> bool:
@@ -162,7 +162,7 @@ class SlotOutbox:
             # Without a grant, the peer's message is awaited.
             return bool(self._grants)
         # The device's end is awaited, which wakes no thread.
-        return self._taken < self.copies and self._lease.held is not None
+        return self._taken < self.copies and self._lease.order is not None
 
     def advance(self, stopping: bool) -> Iterator[Parcel]:
         """Pack all chunks that can be packed; if ``stopping``, return filled slots that were not submitted.

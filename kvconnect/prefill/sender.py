@@ -73,7 +73,7 @@ class Sending:
     @property
     def answer(self) -> Written:
         """The message to the peer about this sending, which has ended."""
-        held = None if self.error or self.lease is None else self.lease.held
+        lease = None if self.error else self.lease
         return Written(
             transfer_id=self.key[1],
             ok=not self.error,
@@ -85,8 +85,8 @@ class Sending:
             again=self.again and not self.unsettled,
             epoch=self.epoch,
             unsettled=tuple(self.unsettled),
-            attachment=b"" if held is None else held.order.attachment,
-            on_device=held is not None and held.kept is not None and held.kept.on_device,
+            attachment=b"" if lease is None or lease.order is None else lease.order.attachment,
+            on_device=lease is not None and lease.kept is not None and lease.kept.on_device,
         )
 
     @property

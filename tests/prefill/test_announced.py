@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
+from kvconnect.peer.messages import Fetch
+from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.transfer.orders import LetGo, Orders, Withdraw
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
@@ -85,7 +87,7 @@ def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     pair.hold("a", P_IDS, ready=lambda: bool(done))
     pair.settle()
     assert pair.prefill.transfers.prefill.has_work, "nobody wakes it when the device is done"
-    assert not pair.prefill.transfers.prefill.pending.expected
+    assert not pair.prefill.transfers.prefill.book.expected
     done.append(True)
     pair.settle()
     assert pair.decode.received == ["a"]
@@ -150,18 +152,27 @@ def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     assert pair.prefill.sent == ["a"]
     let_go(pair, "made up")
     pair.run(1)
-    assert pair.prefill.transfers.prefill.pending.let_go
+    assert pair.prefill.transfers.prefill.book.early
     pair.run(ExtraConfig().early_fetch_s)
     pair.assert_idle()
 
 
 def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     pair = Pair()
-    waiting = pair.prefill.transfers.prefill.pending
-    waiting.refuse(HANDLE, ("D", "1", 0), 2, 0.0)
-    waiting.refuse(HANDLE, ("X", "1", 0), 1, 0.0)
-    said = waiting.hold(HANDLE)
-    assert (said.owner, said.consumers, said.ranks) == ("D", 2, {("D", "1", 0)})
+    book = pair.prefill.transfers.prefill.book
+    for engine_id, consumers in (("D", 2), ("X", 1)):
+        book.release(book.spoken_of(HANDLE, 0.0), (engine_id, "1", 0), consumers, 0.0)
+    lease = book.expect(HANDLE)
+    assert (lease.owner, lease.consumers, lease.finished) == ("D", 2, {("D", "1", 0)})
+
+
+def test_fetches_of_a_link_that_is_measured_are_looked_at_and_those_of_others_not():
+    pending = Pair().prefill.transfers.prefill.pending
+    assert pending.admit(PendingFetch("link", Fetch(1, HANDLE, 20, 1, 30.0), 0.0), 0.0) is None
+    pending.touch_link("another")
+    assert not pending.touched
+    pending.touch_link("link")
+    assert [early.key for early in pending.take_touched()] == [("link", 1)]
 
 
 @pytest.mark.parametrize("num_tokens", [11, 13])
@@ -200,8 +211,8 @@ def test_what_waits_is_bounded():
         pair.load(f"r{n}", (n + 1,), handle=f"h{n}")
         let_go(pair, f"other{n}")
     pair.run(0.1)
-    waiting = pair.prefill.transfers.prefill.pending
-    assert (len(waiting.expected), len(waiting.fetches), len(waiting.let_go)) == (2, 2, 2)
+    book, fetches = pair.prefill.transfers.prefill.book, pair.prefill.transfers.prefill.pending.fetches
+    assert (len(book.expected), len(fetches), len(book.early)) == (2, 2, 2)
     assert pair.prefill.count("failures", reason="max_leases") == 2
     assert sum("fetches wait at the prefill node already" in why for why in pair.decode.failed.values()) == 2
     for n in range(4):
