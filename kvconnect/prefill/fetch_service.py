@@ -139,16 +139,19 @@ class FetchService:
         path, streamed = self._measured_path(inbound, pending.link, now), source.order is None
         if path is None:
             return False
-        if path.meter is not None and path.meter.found.refusal:
-            raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
+        if path.found.refusal:
+            raise PeerError(path.found.refusal, Cause.LANE_REFUSED)
         if streamed and not path.share.is_whole:
             # The ranks keep different tokens.
             return False
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
-        outbox, key = self._outbox(source, pending, path), pending.key
-        sending = Sending(key, path.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
-        sending.meter = path.meter
+        check_chunks(fetch, path.packer.chunker, path.slot_bytes)
+        note = functools.partial(
+            self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
+        )
+        outbox, key = SlotOutbox(source, path, self._local, fetch, note), pending.key
+        sending = Sending(key, path, outbox, pending.deadline, now, source, consumer, streamed=streamed)
         spared = outbox.grant(fetch.grants)
         sending.due_reported = 0 if streamed or pending.has_waited else None
         self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
@@ -231,34 +234,6 @@ class FetchService:
             raise PeerError("this decode rank is being sent this request", Cause.FETCHED_BEFORE)
         source.claim(consumer, fetch.consumers)
 
-    def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
-        fetch = pending.fetch
-        packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
-        check_chunks(fetch, packer.chunker, path.slot_bytes)
-        pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
-        note = functools.partial(
-            self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
-        )
-        is_coded = path.coding is not None and path.coding.is_on(path.found.bytes_per_s)
-        outbox = SlotOutbox(
-            source,
-            packer,
-            self._local.table.groups,
-            fetch.chunks,
-            path.share,
-            pool,
-            path.name,
-            note,
-            path.mapped,
-            path.coding if is_coded else None,
-        )
-        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
-        if outbox.largest_bytes > most_bytes:
-            raise PeerError(
-                f"a chunk has {outbox.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
-            )
-        return outbox
-
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
         due = sending.outbox.due if isinstance(sending.outbox, SlotOutbox) else 0
@@ -291,23 +266,23 @@ class FetchService:
         is_free = key not in self.sender.sendings
         if is_free and (probe := path.next_probe(self._local.look_at_traffic, now)) is not None:
             until = now + self._config.handshake_timeout_s
-            self.sender.begin(Sending(key, path.name, probe, until, now))
+            self.sender.begin(Sending(key, path, probe, until, now))
         if not path.is_measured:
             return None
         self._announce(path, inbound, link)
         return path
 
     def _peers_in_use(self) -> set[str]:
-        return {sending.peer for sending in self.sender.sendings.values()}
+        return {sending.path.name for sending in self.sender.sendings.values()}
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
         if path.meter is None:
             refused = refusal(self._config, path.found, "prefill")
-            found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
-            path.meter = LinkMeter(str(inbound), found, self._transports, path.calibrated_s)
-            self._transports.met(str(inbound), found)
-            self._inbound_peers.send(link, found)
+            path.found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
+            path.meter = LinkMeter(str(inbound), path.found, self._transports, path.calibrated_s)
+            self._transports.met(str(inbound), path.found)
+            self._inbound_peers.send(link, path.found)
 
     def _finish(self, sending: Sending, now: float) -> None:
         lease = sending.lease
@@ -360,7 +335,7 @@ class FetchService:
         is_cancelled = error is not None and error.cause is Cause.ABORTED
         failed = "cancelled" if is_cancelled else "again" if sending.again else "failed"
         metrics.transfers.labels("sent", failed if error else "ok").inc()
-        metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
+        metrics.transfer_bytes.labels("sent", sending.path.found.lane).inc(sending.total_bytes)
         metrics.copies.labels("sent").inc(sending.outbox.copies)
         metrics.transfer_seconds.labels("sent").inc(sending.seconds)
         if not error and sending.streamed:

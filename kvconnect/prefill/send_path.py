@@ -29,6 +29,7 @@ from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox, transport_over
 from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer, rank_name
+from kvconnect.transfer.kept import Kept
 from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.parts import TransferContext
 
@@ -65,6 +66,10 @@ class SendPath:
     calibrations: Breaker = field(default_factory=Breaker)
     meter: LinkMeter | None = None
     coding: ExponentCoding | None = None
+
+    def packer_of(self, kept: Kept | None) -> Packer:
+        """The packer of blocks, or of what has names."""
+        return self.packer if kept is None else self.kept_packer(kept.on_device)
 
     def next_probe(self, look_at_traffic: Callable[[], Traffic], now: float) -> ProbeOutbox | None:
         """A probe, if the link is to be measured now, for the first time or again."""

@@ -443,7 +443,7 @@ class Checks:
         fetches, expected = len(prefill.pending.fetches), len(prefill.book.expected)
         # A chunk and a calibration are one batch each, whatever their size; and each peer may have one.
         batch_bytes = max(worker.slot_bytes, worker.memory.scratch_bytes)
-        most_bytes = config.max_inflight_bytes + batch_bytes * len({one.peer for one in sending})
+        most_bytes = config.max_inflight_bytes + batch_bytes * len({one.path.name for one in sending})
         for what, found, most in (
             ("loads at once", asked, config.max_loads),
             ("bytes under way", in_flight, most_bytes),
