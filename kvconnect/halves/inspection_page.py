@@ -29,7 +29,6 @@ from kvconnect.peer.inspection import (
 )
 from kvconnect.peer.timeline_page import digest
 from kvconnect.prefill.leases import Lease
-from kvconnect.prefill.send_path import SendPath
 from kvconnect.timeline import Timeline
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.slots import SlotPool, SlotState
@@ -72,10 +71,7 @@ def write_inspection(
     receipts = (receipt for receipt in issued if wanted in receipt["request_id"])
     peers = itertools.chain(
         (_source(peer, now) for peer in sources),
-        (
-            _inbound(inbound, None if prefill is None else prefill.fetches.paths.by_link.get(link))
-            for link, inbound in transfers.inbound_peers
-        ),
+        (_inbound(inbound) for _, inbound in transfers.inbound_peers),
     )
     inspection = Inspection(
         engine_id=local.introduction.engine_id,
@@ -185,8 +181,8 @@ def _source(peer: Peer, now: float) -> PeerView:
     )
 
 
-def _inbound(inbound: InboundPeer, path: SendPath | None) -> PeerView:
-    peer = inbound.session.peer
+def _inbound(inbound: InboundPeer) -> PeerView:
+    peer, path = inbound.session.peer, inbound.path
     return PeerView(
         direction="sent",
         engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",

@@ -261,7 +261,7 @@ class FetchService:
 
         A calibration that was cut short is repeated: D starts no load by name over a link of unknown rate.
         """
-        path, key = self.paths.path_to(link, inbound), (link, _CALIBRATION)
+        path, key = self.paths.path_to(inbound), (link, _CALIBRATION)
         # A calibration from before the peer's latest greeting has the same key: it must end first.
         is_free = key not in self.sender.sendings
         if is_free and (probe := path.next_probe(self._local.look_at_traffic, now)) is not None:
@@ -287,10 +287,9 @@ class FetchService:
     def _finish(self, sending: Sending, now: float) -> None:
         lease = sending.lease
         if lease is None:
-            inbound = self._inbound_peers.get(sending.key[0])
-            path = self.paths.by_link.get(sending.key[0])
-            if inbound is not None and path is not None and path.probe is sending.outbox:
-                probe, config = path.probe, self._config
+            inbound, path = self._inbound_peers.get(sending.key[0]), sending.path
+            if inbound is not None and path is inbound.path and (probe := path.probe) is not None:
+                config = self._config
                 found = found_by(probe, self._local, inbound.host, config.host)
                 path.calibrated(str(sending.error or ""), found, self._metrics)
                 if probe.is_whole:

@@ -182,12 +182,7 @@ class PrefillSide(Service):
         return {link for link, _ in self.sender.sendings}
 
     def met(self, link: str) -> None:
-        # A peer may introduce itself anew.
-        self.forgotten(link)
         self.pending.touch_link(link)
-
-    def forgotten(self, link: str) -> None:
-        self.fetches.paths.by_link.pop(link, None)
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
         peer = inbound.peer

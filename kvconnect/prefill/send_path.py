@@ -105,26 +105,25 @@ def owner_name(peer: Introduction) -> str:
 
 
 class SendPaths:
-    """The paths to all peers that asked for KV, by connection; and the engine's connected peers."""
+    """Makes the paths to peers that ask for KV, and bounds the engine's connected peers."""
 
     def __init__(self, context: TransferContext, in_use: Callable[[], set[str]]) -> None:
         """``in_use`` returns the engine's peers that must stay connected."""
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._in_use = in_use
         self._allowed = AllowList(context.config.allow_peers)
-        self.by_link: dict[str, SendPath] = {}
         self._connected: OrderedDict[str, None] = OrderedDict()
 
-    def path_to(self, link: str, inbound: InboundPeer) -> SendPath:
+    def path_to(self, inbound: InboundPeer) -> SendPath:
         """The path to a peer, made at its first fetch or lookup: a peer may only ask for the directory.
 
         Raises:
             LayoutError: one side has no slots, or the two caches do not fit; the text has every reason.
             PeerError: the engine cannot use the peer's card, or the card names a host that is not trusted.
         """
-        path = self.by_link.get(link)
+        path: SendPath | None = inbound.path
         if path is None:
-            path = self.by_link[link] = self._make_path(inbound.session.ours, inbound.peer)
+            path = inbound.path = self._make_path(inbound.session.ours, inbound.peer)
             over = "shared memory" if path.mapped else self._local.engine.capabilities
             logger.info("%s fetches: over %s", inbound, over)
         if path.mapped is None:

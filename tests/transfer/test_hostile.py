@@ -332,8 +332,8 @@ def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(pair, 
     staged = []
     path_to = pair.prefill.transfers.prefill.fetches.paths.path_to
 
-    def watched(link, inbound):
-        path = path_to(link, inbound)
+    def watched(inbound):
+        path = path_to(inbound)
         place = path.packer.chunker.place
         path.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
         return path
