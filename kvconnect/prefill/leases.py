@@ -272,16 +272,16 @@ class LeaseBook:
 
     def pin(self, handle: str, engine_id: str, num_tokens: int, kept: Kept, now: float) -> None:
         """Begin a lease on rows found by name, for the engine that pins them."""
-        name, lease_s = f"for {num_tokens} tokens by name", self._config.lease_s
         lease = self._new(handle)
         # D computes from the next token on: blocks that only the last of these tokens sees are not kept.
         lease.owner, lease.kept, lease.replay = engine_id, kept, 0
-        self._keep(lease, Hold(name, handle, num_tokens, kept.groups, lease_s, step=0), kept.is_ready, now)
+        order = Hold(f"for {num_tokens} tokens by name", handle, num_tokens, kept.groups, step=0)
+        self._keep(lease, order, kept.is_ready, now)
 
     def _keep(self, lease: Lease, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
         lease.order, lease.num_tokens, lease.is_computed = order, order.num_tokens, is_computed
-        lease.held_at, lease.expires_at = now, now + order.lease_s
-        lease.last_until = now + max(order.lease_s, self._config.lease_max_s)
+        lease.held_at, lease.expires_at = now, now + self._config.lease_s
+        lease.last_until = now + self._config.lease_max_s
         self.leases[order.handle] = lease
         lease.timer.at(lease.expires_at)
         self._metrics.leases.set(len(self.leases))
@@ -292,7 +292,7 @@ class LeaseBook:
             return Cause.FETCHED_BEFORE(BY_ANOTHER)
         lease.renewers.add(link)
         if lease.order is not None:
-            lease.expires_at = max(lease.expires_at, min(now + lease.order.lease_s, lease.last_until))
+            lease.expires_at = max(lease.expires_at, min(now + self._config.lease_s, lease.last_until))
         return None
 
     def release(self, lease: Lease, consumer: Consumer, consumers: int, now: float) -> None:
@@ -305,7 +305,7 @@ class LeaseBook:
 
     def end_if_due(self, lease: Lease, now: float) -> None:
         """End a lease that no sending reads, if it was served to all ranks or has expired."""
-        if (order := lease.order) is None or self.leases.get(lease.handle) is not lease:
+        if self.leases.get(lease.handle) is not lease:
             return
         if lease.sending:
             if now < lease.expires_at:
@@ -327,7 +327,7 @@ class LeaseBook:
         else:
             self._metrics.failures.labels("lease_expired").inc()
             by_none = "" if lease.renewers else ", and no decode node asked for it"
-            over = f"its lease_s of {order.lease_s:g} s is over{by_none}"
+            over = f"its lease_s of {self._config.lease_s:g} s is over{by_none}"
             if lease.renewers and lease.expires_at >= lease.last_until:
                 over = f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
             reason = Cause.LEASE_OVER(over)

@@ -356,7 +356,7 @@ class PrefillRequests:
     ) -> dict[str, Any] | Reason:
         """Hold a request. Returns the parameters for D, or why it is not held."""
         # The last sampled token has no KV yet.
-        num_tokens, extra, handle = request.num_tokens - 1, self._extra, prefill.handle
+        num_tokens, handle = request.num_tokens - 1, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return Cause.NOT_HELD("the prompt leaves no KV to hold")
         if self._draining:
@@ -371,9 +371,7 @@ class PrefillRequests:
         groups = blocks_of(self._groups, block_ids, 0, num_tokens)
         # A stack that runs ahead has given the device more steps since the prompt was complete.
         step = prefill.step if prefill.computed >= num_tokens else self._draft.step
-        self._draft.holds.append(
-            Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s, step)
-        )
+        self._draft.holds.append(Hold(request.request_id, handle or token, num_tokens, groups, step))
         self._draft.note(Moment.COMPUTED, handle or token, request.request_id, num_tokens)
         # The router passes these on to D: the keys that routers know, and P's handle.
         params = {

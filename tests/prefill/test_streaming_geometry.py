@@ -104,8 +104,7 @@ class SteppedPrefill:
         for kind, group in sorted(self.groups.items(), key=lambda item: item[1]):
             left, ids = self.left(kind, self.num_tokens), self.blocks[kind].block_ids
             groups.append(GroupBlocks(group, 0, (0,) * left + ids[left:]))
-        lease_s = self.ranks.config.lease_s
-        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), lease_s, 0),))
+        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), 0),))
 
 
 @settings(max_examples=80)

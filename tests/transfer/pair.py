@@ -413,7 +413,6 @@ class Pair:
             handle or f"handle-{request}",
             len(block_ids) * BLOCK_TOKENS,
             (GroupBlocks(0, 0, block_ids),),
-            self.config.lease_s,
             0,
         )
         (worker or self.prefill).order(Orders(holds=(order,)), ready)
