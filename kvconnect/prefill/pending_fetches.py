@@ -15,7 +15,7 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.prefill.leases import LeaseBook, TransferKey
-from kvconnect.transfer.params import NO_REQUEST, announced_id
+from kvconnect.transfer.params import NO_REQUEST
 from kvconnect.transfer.parts import Timer, Timers
 
 _LONGEST_FETCH_S = 3600.0
@@ -99,7 +99,6 @@ class PendingFetches:
         """Fetches to look at in the next turn: an event touched them, or a device, disk or link is polled."""
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
-        self._announced: tuple[float, set[str]] = (-1.0, set())
 
     def touch(self, handle: str) -> None:
         """Look again at the fetches of a handle, whose state has changed."""
@@ -154,8 +153,6 @@ class PendingFetches:
                     f"its prefill was not complete {waited_s:.1f} s after the fetch, when load_timeout_s of "
                     "the decode node was over"
                 )
-            if self._is_of_other_prompt(handle, now):
-                return Cause.OTHER_PROMPT("the prefill node has this transfer id with another prompt")
             return Cause.NOT_HELD(NO_REQUEST)
         if early.timer is None:
             if len(self.fetches) >= self._capacity:
@@ -169,14 +166,3 @@ class PendingFetches:
             self._by_handle.setdefault(handle, {})[key] = None
         early.timer.at(until)
         return None
-
-    def _is_of_other_prompt(self, handle: str, now: float) -> bool:
-        # Several prompts may share one transfer id, so this is certain only after the time to wait is over.
-        transfer_id = announced_id(handle)
-        if not transfer_id:
-            return False
-        if self._announced[0] != now:
-            # Computed once per time stamp: thousands of fetches of a peer may expire together.
-            known = (*self._book.leases, *self._book.expected)
-            self._announced = now, {announced_id(one) for one in known}
-        return transfer_id in self._announced[1]

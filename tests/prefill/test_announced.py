@@ -31,22 +31,6 @@ def let_go(pair, handle=HANDLE, engine_id="P"):
     pair.decode.order(Orders(let_go=(order,)))
 
 
-@pytest.mark.parametrize("known_by", ["hold", "expect"])
-def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name(pair, known_by):
-    ours, theirs = (f"transfer:{prompt * 32}:t1" for prompt in "ab")
-    if known_by == "hold":
-        pair.hold("now", P_IDS, theirs)
-    else:
-        expect(pair, theirs)
-    pair.load("a", D_IDS, ours)
-    pair.run(ExtraConfig().early_fetch_s / 2)
-    assert not pair.decode.received, "one id may be of several prompts"
-    pair.run(ExtraConfig().early_fetch_s)
-    assert "has this transfer id with another prompt" in pair.decode.failed["a"]
-    failures = pair.decode.metrics.failures.values()
-    assert (failures.get(("prompt_differs",)), failures.get(("load",))) == (1, None)
-
-
 @pytest.mark.parametrize("first", ["expect", "fetch"])
 def test_a_fetch_waits_for_a_prefill_that_is_under_way_longer_than_for_an_unknown_one(pair, first):
     if first == "expect":
