@@ -100,7 +100,7 @@ def _request_of(lease: Lease) -> str:
 
 def _lease(lease: Lease, now: float) -> LeaseView:
     order, revoked = lease.order, lease.revoked
-    ids = lease.streamed.blocks.values() if order is None else (of.block_ids for of in order.groups)
+    ids = lease.blocks.values() if order is None else (of.block_ids for of in order.groups)
     state = "sending" if lease.sending else "prefilling" if order is None else "held"
     return LeaseView(
         digest=digest(lease.handle),

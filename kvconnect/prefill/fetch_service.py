@@ -91,7 +91,7 @@ class FetchService:
             self.sender.touch(key)
 
     def _wait_for_device(self, lease: Lease, key: TransferKey) -> None:
-        if lease.order is None and lease.streamed.marks:
+        if lease.order is None and lease.marks:
             self._waiting[key] = None
 
     def _look_at_prefills(self, now: float) -> None:
@@ -199,7 +199,7 @@ class FetchService:
             if not lease.is_intact:
                 raise not_all(lease.num_tokens)
             return lease if lease.is_computed() else None
-        return lease if early.first_tokens <= lease.streamed.advance() else None
+        return lease if early.first_tokens <= lease.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float) -> None:
         """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile."""

@@ -33,40 +33,15 @@ TransferKey = tuple[str, int]
 
 
 @dataclass(eq=False)
-class Streamed:
-    """A streaming prefill's progress: ``ready_tokens`` are computed, in ``blocks`` (ids by cache group).
-
-    ``marks``: token counts that the device was given, each with a check whether they are computed.
-    """
-
-    ready_tokens: int = 0
-    blocks: dict[int, list[int]] = field(default_factory=dict)
-    marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
-
-    def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
-        """Append the new blocks. False: the order does not follow the known blocks, and nothing was taken."""
-        if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
-            return False
-        for new in order.groups:
-            self.blocks.setdefault(new.group, []).extend(new.block_ids)
-        self.marks.append((is_computed, order.computed_tokens))
-        return True
-
-    def advance(self) -> int:
-        """Update and return ``ready_tokens``, the tokens that the device has computed by now."""
-        while self.marks and self.marks[0][0]():
-            self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
-        return self.ready_tokens
-
-
-@dataclass(eq=False)
 class Lease:
     """What P knows of a handle: a prompt that it computes or holds for the ranks of one engine (``owner``).
 
     Each of ``consumers`` ranks may fetch it once; those in ``finished`` were served, or have released it.
-    ``num_tokens`` is 0 until the prefill's first progress. Before it is held it may lose its blocks, which
-    voids all chunks sent so far; each new set of blocks has a new ``epoch``. ``renewers``: the connections
-    over which peers renewed the lease. D computes the last ``replay`` tokens (0 or 1) again.
+    ``num_tokens`` is 0 until the prefill's first progress. Of a streaming prefill ``ready_tokens`` are
+    computed, in ``blocks`` (ids by cache group); ``marks``: token counts that the device was given, each with
+    a check whether they are computed. Before it is held it may lose its blocks, which voids all chunks sent
+    so far; each new set of blocks has a new ``epoch``. ``renewers``: the connections over which peers renewed
+    the lease. D computes the last ``replay`` tokens (0 or 1) again.
 
     Once it is held it has the ``order``, and ``is_computed`` returns whether the device has computed all of
     it. It expires at ``expires_at``; renewals extend that up to ``last_until``. ``kept``: the rows that a
@@ -83,7 +58,9 @@ class Lease:
     sending: set[TransferKey] = field(default_factory=set)
     renewers: set[str] = field(default_factory=set)
     replay: int = 1
-    streamed: Streamed = field(default_factory=Streamed)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
+    ready_tokens: int = 0
     order: Hold | None = None
     is_computed: Callable[[], bool] = always
     held_at: float = 0.0
@@ -94,6 +71,22 @@ class Lease:
 
     def __str__(self) -> str:
         return "an unfinished prefill" if self.order is None else f"request {self.order.request_id}"
+
+    def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
+        """Append the new blocks. False: the order does not follow the known blocks, and nothing was taken."""
+        self.num_tokens = order.num_tokens
+        if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
+            return False
+        for new in order.groups:
+            self.blocks.setdefault(new.group, []).extend(new.block_ids)
+        self.marks.append((is_computed, order.computed_tokens))
+        return True
+
+    def advance(self) -> int:
+        """Update and return ``ready_tokens``, the tokens that the device has computed by now."""
+        while self.marks and self.marks[0][0]():
+            self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
+        return self.ready_tokens
 
     @property
     def is_intact(self) -> bool:
@@ -129,7 +122,7 @@ class Lease:
         if self.num_tokens not in (0, order.num_tokens):
             return f"{self.num_tokens} tokens were to be held, {order.num_tokens} are"
         for held in order.groups:
-            known = self.streamed.blocks.get(held.group, ())[held.first_block :]
+            known = self.blocks.get(held.group, ())[held.first_block :]
             # A block that left its window since then is null now: that is no difference.
             if any(a and b and a != b for a, b in zip(known, held.block_ids, strict=False)):
                 return f"the blocks of cache group {held.group} are others now"
@@ -143,7 +136,7 @@ class Lease:
         if self.order is not None:
             known = {of.group: (of.first_block, of.block_ids) for of in self.order.groups}
         else:
-            known = {group: (0, ids) for group, ids in self.streamed.blocks.items()}
+            known = {group: (0, ids) for group, ids in self.blocks.items()}
         made = []
         for group in geometry:
             first, ids = known.get(group.group, (0, ()))
@@ -240,14 +233,10 @@ class LeaseBook:
             self.over.popitem(last=False)
         return lease
 
-    def progress(self, lease: Lease, order: Progress, is_computed: Callable[[], bool]) -> bool:
-        """Take a streaming prefill's progress. False: the order does not follow from the known blocks."""
-        lease.num_tokens = order.num_tokens
-        return lease.streamed.add(order, is_computed)
-
     def lose_blocks(self, lease: Lease) -> None:
         """A streaming prefill lost its blocks: chunks sent so far are void."""
-        lease.epoch, lease.streamed = next(self._epochs), Streamed()
+        lease.epoch, lease.blocks, lease.ready_tokens = next(self._epochs), {}, 0
+        lease.marks.clear()
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> tuple[Lease | None, str]:
         """Begin to hold a request. Returns its lease, and why chunks streamed before are void, or nothing.

@@ -126,7 +126,7 @@ class SlotOutbox:
     def due(self) -> int:
         """How many chunks can be packed by now, those already taken included."""
         if self._needs:
-            ready_tokens = self._lease.streamed.advance()
+            ready_tokens = self._lease.advance()
             if not self._lease.is_whole:
                 return bisect.bisect_right(self._needs, ready_tokens)
             self._needs = ()

@@ -106,7 +106,7 @@ class PrefillSide(Service):
         lease = self.book.expected.get(order.handle)
         if lease is None:
             return
-        if not self.book.progress(lease, order, is_computed):
+        if not lease.add(order, is_computed):
             logger.error(
                 "internal error: a prefill's progress does not follow from what is known of it, and its "
                 "decode node begins anew"

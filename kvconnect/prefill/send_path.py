@@ -99,11 +99,6 @@ class SendPath:
             self.calibrated_s = probe.seconds_of if probe is not None and probe.is_whole else None
 
 
-def owner_name(peer: Introduction) -> str:
-    """The name of one rank of one process: engine id, incarnation, rank."""
-    return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
-
-
 class SendPaths:
     """Makes the paths to peers that ask for KV, and bounds the engine's connected peers."""
 
@@ -136,6 +131,7 @@ class SendPaths:
         The engine's name of the peer contains a digest of its card: memory registered anew has a new name.
         """
         local, convert = self._local, self._config.convert_dtype
+        card = hashlib.blake2b(peer.engine_card, digest_size=6)
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
         if not slot_bytes:
             raise LayoutError(without_slots("decode" if ours.slot_bytes else "prefill"))
@@ -156,7 +152,7 @@ class SendPaths:
 
         path = SendPath(
             who=rank_name(peer.engine_id, peer.rank),
-            name=f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}",
+            name=f"{peer.engine_id}/{peer.incarnation}/{peer.rank}/{card.hexdigest()}",
             packer=packer,
             slot_bytes=slot_bytes,
             share=source_share(ours, peer),

@@ -185,7 +185,7 @@ def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
     chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
 
     def due(ready_tokens, chunks):
-        lease.streamed.ready_tokens = ready_tokens
+        lease.ready_tokens = ready_tokens
         fetch = Fetch(1, "handle", 11, 1, 30.0, tuple(chunks))
         return SlotOutbox(lease, path, local, fetch, lambda *event: None).due
 
