@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
@@ -212,41 +208,3 @@ def test_what_the_scheduler_half_met_is_counted_once():
     pair.prefill.order(Orders(failures=("transfer_id", "transfer_id")))
     pair.run()
     assert pair.prefill.count("failures", reason="transfer_id") == 2
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1))
-def test_in_whatever_order_both_sides_speak_everything_ends_and_is_forgotten(seed):
-    """Every prefill is expected, then held or withdrawn; every load is ordered once, some are aborted."""
-    rng = random.Random(seed)
-    pair = Pair()
-    source, target = iter(rng.sample(range(1, 40), 16)), iter(rng.sample(range(1, 50), 16))
-    blocks, ends, steps = {}, {}, []
-    for name in [f"r{n}" for n in range(rng.randint(1, 6))]:
-        blocks[name] = (next(source), next(source)), (next(target), next(target))
-        ends[name] = rng.choice(["held", "held", "withdrawn"])
-        handle, asks = f"handle-{name}", rng.choice(["load", "load", "abort", "let go"])
-        prefill = [
-            lambda handle=handle: expect(pair, handle),
-            (lambda name=name: pair.hold(name, blocks[name][0]))
-            if ends[name] == "held"
-            else (lambda handle=handle: withdraw(pair, handle)),
-        ]
-        decode = [lambda handle=handle: let_go(pair, handle)]
-        if asks != "let go":
-            decode = [lambda name=name: pair.load(name, blocks[name][1])]
-        if asks == "abort":
-            decode.append(lambda name=name: pair.abort(name))
-        steps += [prefill, decode]
-    while any(steps):
-        rng.choice([step for step in steps if step]).pop(0)()
-        if rng.random() < 0.5:
-            pair.run(rng.choice([0.0, 0.1, 1.0, 4.0]), step_s=0.25)
-    pair.run(40, step_s=0.5)
-    held = [name for name, end in ends.items() if end == "held"]
-    assert sorted(pair.prefill.sent) == sorted(held)
-    assert len(pair.decode.received) == len(set(pair.decode.received))
-    for name in set(pair.decode.received) - set(pair.decode.failed):
-        assert name in held
-        assert pair.landed(*blocks[name])
-    pair.assert_idle()
