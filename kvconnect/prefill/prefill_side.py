@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
@@ -176,7 +175,7 @@ class PrefillSide(Service):
                 self._void(handle, reason)
         self.book.revoke_all(reason, now)
 
-    # Messages of peers, and completions
+    # Messages of peers
 
     def links_in_use(self) -> set[str]:
         return {link for link, _ in self.sender.sendings}
@@ -208,9 +207,6 @@ class PrefillSide(Service):
                 except PeerError as error:
                     # Fetches of the handle are refused with this reason.
                     self._void(message.handle, error.reason)
-
-    def completed(self, completion: Completion, now: float) -> None:
-        self.sender.completed(completion, now)
 
     def advance(self, now: float) -> bool:
         """Serve fetches, and answer those that have ended. Whether any work advanced without an event."""
