@@ -95,9 +95,10 @@ class WorkerSide(Side):
         ``stated`` is the role, and the engine id where ``ranks`` share one; each has the heads of its cache.
         """
         use_device(device)
-        self._timeout_s, self._lease_s = timeout_s, settings.get("lease_s", timeout_s)
+        self._timeout_s = timeout_s
         self.cache = BenchCache(shape, device, seed)
-        extra = {"load_timeout_s": timeout_s, "peer_timeout_s": min(10.0, 2 * timeout_s), **settings}
+        bounds = dict.fromkeys(("load_timeout_s", "lease_s", "lease_max_s"), timeout_s)
+        extra = {**bounds, "peer_timeout_s": min(10.0, 2 * timeout_s), **settings}
         config = parse_kv_transfer_config({**stated, "kv_connector_extra_config": extra})
         identity = Identity.of({"model": "python -m benchmarks transfer"})
         heads = dict.fromkeys(self.cache.tensors, HeadInterval(rank * shape.heads, (rank + 1) * shape.heads))
@@ -128,7 +129,7 @@ class WorkerSide(Side):
         holds = []
         for index, name in enumerate(asked.request_ids()):
             groups = self.cache.groups(index % asked.in_flight)
-            holds.append(Hold(name, f"handle-{name}", asked.tokens, groups, self._lease_s, 0))
+            holds.append(Hold(name, f"handle-{name}", asked.tokens, groups, 0))
         self.connector.start(Orders(holds=tuple(holds)))
         while (held := self.connector.state()["leases"]) < asked.requests:
             if time.monotonic() > deadline:

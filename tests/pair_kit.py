@@ -78,7 +78,7 @@ def grown(url: str, before: Any, name: str, **labels: str) -> float:
     return growth(before, read_metrics(url), f"kvconnect_{name}", **labels)
 
 
-_AT_REST = ("leases", "expected", "pending_fetches", "streaming_prefills", "sendings", "loads")
+_AT_REST = ("leases", "expected", "pending_fetches", "sendings", "loads")
 
 
 def assert_at_rest(*urls: str, within_s: float = 20) -> None:

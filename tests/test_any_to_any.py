@@ -79,7 +79,7 @@ def hand_over(prefill: World, decode: World, seed: int) -> None:
     source, target = prefill.blocks(seed), decode.blocks(seed + 1000)
     for cache in prefill.caches:
         cache.write(truth, source)
-    prefill.order(Orders(holds=(Hold(name, name, TOKENS, tuple(source.values()), TIMEOUT_S, 0),)))
+    prefill.order(Orders(holds=(Hold(name, name, TOKENS, tuple(source.values()), 0),)))
     where = prefill.engine_id, prefill.address.host, prefill.address.port
     decode.order(Orders(loads=(Load(name, name, where, TOKENS, tuple(target.values())),)))
     decode.wait("received", name)

@@ -154,9 +154,9 @@ def test_a_handover_carries_it_also_while_the_prompt_is_computed(case, slot_byte
     before = tokens_of(target, ids[1], num_tokens)
     if is_streamed:
         # The blocks of a prefill are known as they were given; what was freed since is another request's.
-        prefill = Lease("handle", num_tokens, epoch=1)
+        prefill = Lease("handle", None, num_tokens, epoch=1)
         news = (GroupBlocks(0, 0, tuple(ids[0])), GroupBlocks(1, 0, tuple(ids[0])))
-        prefill.streamed.add(Progress("handle", num_tokens, num_tokens, news), lambda: True)
+        prefill.add(Progress("handle", num_tokens, num_tokens, news), lambda: True)
         streamed = prefill.blocks_of(source.table.groups, 0, num_tokens)
         assert {blocks.group: blocks.block_ids for blocks in streamed} == {
             blocks.group: blocks.block_ids for blocks in held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import msgspec
 import pytest
 
 from kvconnect.errors import PeerError
@@ -107,17 +106,15 @@ def test_pages_have_every_record_once_and_no_handle():
         timeline.note(Moment.PACKED, number, handle="secret", request_id="r" * 1000, transfer_id=3)
     timeline.note(Moment.REPORTED, True, handle="secret")
     first = read_answer(write_page(timeline, "P", 1, ""), TimelinePage)
-    second = read_answer(write_page(timeline, "P", 1, repr(first.records()[-1][0])), TimelinePage)
+    second = read_answer(write_page(timeline, "P", 1, repr(first.records[-1][0])), TimelinePage)
     assert (first.is_last, second.is_last, first.engine_id, first.rank) == (False, True, "P", 1)
-    records = first.records() + second.records()
+    records = first.records + second.records
     assert [record[5] for record in records] == [*range(MOST_PER_PAGE + 10), 1]
     assert [record[0] for record in records] == [record[0] for record in timeline.records()]
     (handle,) = {record[2] for record in records}
     assert handle != "secret"
     assert b"secret" not in write_page(timeline, "P", 1, "")
     assert second.clock_s >= records[-1][0]
-    with pytest.raises(PeerError, match="does not contain"):
-        msgspec.structs.replace(first, rows=((0.0, 9999, 0, 0, 0, 0),)).records()
     with pytest.raises(PeerError, match="cannot be read"):
         read_answer(b"\xc1", TimelinePage)
 

@@ -29,7 +29,6 @@ from kvconnect.peer.inspection import (
 )
 from kvconnect.peer.timeline_page import digest
 from kvconnect.prefill.leases import Lease
-from kvconnect.prefill.send_path import SendPath
 from kvconnect.timeline import Timeline
 from kvconnect.transfer.inbound_peers import InboundPeer
 from kvconnect.transfer.slots import SlotPool, SlotState
@@ -57,10 +56,10 @@ def write_inspection(
     wanted = argument.removeprefix(OF_REQUEST) if argument.startswith(OF_REQUEST) else ""
     skipped, now = 0 if wanted else max(0, int(argument or 0)), timeline.clock()
     prefill, decode, local = transfers.prefill, transfers.decode, transfers.local
-    held, streamed = ({}, {}) if prefill is None else (prefill.leases, prefill.book.streaming)
+    held, expected = ({}, {}) if prefill is None else (prefill.leases, prefill.book.expected)
     loads, sources = ({}, ()) if decode is None else (decode.loads, decode.peers.peers.values())
     stop = skipped + MOST_PER_PAGE
-    leases: Iterable[Lease] = itertools.chain(held.values(), streamed.values())
+    leases: Iterable[Lease] = itertools.chain(held.values(), expected.values())
     loading: Iterable[LoadRecord] = loads.values()
     if wanted:
         leases = (lease for lease in leases if wanted in _request_of(lease))
@@ -72,10 +71,7 @@ def write_inspection(
     receipts = (receipt for receipt in issued if wanted in receipt["request_id"])
     peers = itertools.chain(
         (_source(peer, now) for peer in sources),
-        (
-            _inbound(inbound, None if prefill is None else prefill.fetches.paths.by_link.get(link))
-            for link, inbound in transfers.inbound_peers
-        ),
+        (_inbound(inbound) for _, inbound in transfers.inbound_peers),
     )
     inspection = Inspection(
         engine_id=local.introduction.engine_id,
@@ -87,7 +83,7 @@ def write_inspection(
         peers=tuple(itertools.islice(peers, _MOST_PEERS)),
         tiers=dict(tiers),
         latest=tuple(_latest(timeline, now)),
-        is_last=bool(wanted) or stop >= max(len(held) + len(streamed), len(loads)),
+        is_last=bool(wanted) or stop >= max(len(held) + len(expected), len(loads)),
         ended=tuple(map(_shortened, itertools.islice(outcomes, _LATEST))),
         receipts=tuple(itertools.islice(receipts, _MOST_RECEIPTS)),
     )
@@ -99,22 +95,22 @@ def _page(records: Iterable[Record], skipped: int) -> Iterator[Record]:
 
 
 def _request_of(lease: Lease) -> str:
-    return "" if lease.held is None else lease.held.order.request_id
+    return "" if lease.order is None else lease.order.request_id
 
 
 def _lease(lease: Lease, now: float) -> LeaseView:
-    held = lease.held
-    ids = (of.block_ids for of in held.order.groups) if held is not None else lease.streamed.blocks.values()
-    state = "sending" if lease.sending else "prefilling" if held is None else "held"
+    order, revoked = lease.order, lease.revoked
+    ids = lease.blocks.values() if order is None else (of.block_ids for of in order.groups)
+    state = "sending" if lease.sending else "prefilling" if order is None else "held"
     return LeaseView(
         digest=digest(lease.handle),
-        request_id=held.order.request_id[:MOST_TEXT] if held is not None else "",
-        state=held.revoked.text if held is not None and held.revoked is not None else state,
+        request_id=_request_of(lease)[:MOST_TEXT],
+        state=state if revoked is None else revoked.text,
         tokens=lease.num_tokens,
         blocks=sum(map(len, ids)),
         renewed_by=len(lease.renewers),
-        age_s=now - held.held_at if held is not None else None,
-        left_s=held.expires_at - now if held is not None and not held.revoked else None,
+        age_s=None if order is None else now - lease.held_at,
+        left_s=None if order is None or revoked else lease.expires_at - now,
     )
 
 
@@ -185,8 +181,8 @@ def _source(peer: Peer, now: float) -> PeerView:
     )
 
 
-def _inbound(inbound: InboundPeer, path: SendPath | None) -> PeerView:
-    peer = inbound.session.peer
+def _inbound(inbound: InboundPeer) -> PeerView:
+    peer, path = inbound.session.peer, inbound.path
     return PeerView(
         direction="sent",
         engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",

@@ -182,7 +182,7 @@ class WorkerTransfers:
         completions = self._attempt("the engine", self.local.engine.poll)
         for completion in completions or ():
             if self.prefill is not None:
-                self._attempt("a completion", self.prefill.completed, completion, now)
+                self._attempt("a completion", self.prefill.sender.completed, completion, now)
         progress |= bool(arrivals or completions)
         has_event = self.timers.run(now) or progress
         for part in self._parts:

@@ -32,20 +32,13 @@ def disagreement(prefill: Introduction, decode: Introduction) -> Reason | None:
     """
     if refusal := other_identity(prefill.meaning, decode.meaning):
         return refusal
+    of_p, of_d = prefill.meaning, decode.meaning
+    drafts = "serve the same model, with the same drafts (--speculative-config)"
+    same_engine = "set the same kv_connector_extra_config.engine on both"
     for what, of_prefill, of_decode, remedy in (
-        ("number of KV heads", prefill.meaning.num_heads, decode.meaning.num_heads, "serve the same model"),
-        (
-            "number of prompt tokens left to the decode node",
-            prefill.meaning.held_back,
-            decode.meaning.held_back,
-            "serve the same model, with the same drafts (--speculative-config)",
-        ),
-        (
-            "engine",
-            prefill.engine,
-            decode.engine,
-            "set the same kv_connector_extra_config.engine on both",
-        ),
+        ("number of KV heads", of_p.num_heads, of_d.num_heads, "serve the same model"),
+        ("number of prompt tokens left to the decode node", of_p.held_back, of_d.held_back, drafts),
+        ("engine", prefill.engine, decode.engine, same_engine),
     ):
         if of_prefill != of_decode:
             return Cause.OTHER_LAYOUT(

@@ -245,52 +245,42 @@ PACK_BYTES_PER_S = {"cuda": 1e12, "cpu": 4e9}
 rate costs 6 % of the time that packing and the chunks' fixed cost add to a transfer."""
 
 
+@dataclass(frozen=True, eq=False)
 class RequestCutter:
     """Cuts the blocks that a target requests from a source into chunks that fit a slot."""
 
-    def __init__(
-        self,
-        chunker: Chunker,
-        source: RegionTable,
-        target: RegionTable,
-        slot_bytes: int,
-        pack_bytes_per_s: float,
-    ) -> None:
-        self._chunker = chunker
-        self._geometry = target.groups
-        self._slot_bytes = slot_bytes
-        self._pack_bytes_per_s = pack_bytes_per_s
-        # The largest logical block of either side, so that no page is cut.
-        self._align_tokens = max(
-            (
-                group.block_tokens * group.blocks_per_kv_block
-                for group in (*source.groups, *target.groups)
-                if not group.is_state
-            ),
-            default=1,
-        )
-        # Bytes of one step of ``align_tokens`` over all groups: chunks grow by such steps.
-        self._step_bytes = self._bytes_of(
-            tuple(
-                TokenSpan(group.group, 0, 1 if group.is_state else self._align_tokens)
-                for group in target.groups
-                if group.group in chunker.groups
-            )
-        )
+    chunker: Chunker
+    source: RegionTable
+    target: RegionTable
+    slot_bytes: int
+    pack_bytes_per_s: float
+
+    @functools.cached_property
+    def _align_tokens(self) -> int:
+        """The largest logical block of either side, so that no page is cut."""
+        groups = [group for group in (*self.source.groups, *self.target.groups) if not group.is_state]
+        return max((group.block_tokens * group.blocks_per_kv_block for group in groups), default=1)
+
+    @functools.cached_property
+    def _step_bytes(self) -> int:
+        """Bytes of ``_align_tokens`` over all groups: chunks grow by such steps."""
+        groups = [group for group in self.target.groups if group.group in self.chunker.groups]
+        ends = ((group.group, 1 if group.is_state else self._align_tokens) for group in groups)
+        return self._bytes_of(tuple(TokenSpan(group, 0, end) for group, end in ends))
 
     def cut(self, wanted: Sequence[GroupBlocks], num_tokens: int) -> tuple[Chunk, ...]:
         """Chunks that fit a slot, several if the request is large enough. Raises as ``Chunker.cut``."""
-        spans = wanted_spans(self._geometry, wanted, num_tokens)
+        spans = wanted_spans(self.target.groups, wanted, num_tokens)
         total_bytes = self._bytes_of(spans)
-        chunk_bytes = div_ceil(total_bytes, chunks_in_turn(total_bytes, self._pack_bytes_per_s))
-        for budget in (min(self._slot_bytes, chunk_bytes + self._step_bytes), self._slot_bytes):
+        chunk_bytes = div_ceil(total_bytes, chunks_in_turn(total_bytes, self.pack_bytes_per_s))
+        for budget in (min(self.slot_bytes, chunk_bytes + self._step_bytes), self.slot_bytes):
             with suppress(LayoutError):
-                return self._chunker.cut(spans, budget, self._align_tokens)
+                return self.chunker.cut(spans, budget, self._align_tokens)
         # A slot cannot hold a whole block, so blocks are cut.
-        return self._chunker.cut(spans, self._slot_bytes)
+        return self.chunker.cut(spans, self.slot_bytes)
 
     def _bytes_of(self, spans: tuple[TokenSpan, ...]) -> int:
-        return self._chunker.place(Chunk(0, len(self._chunker.wire.streams), spans)).total_bytes
+        return self.chunker.place(Chunk(0, len(self.chunker.wire.streams), spans)).total_bytes
 
 
 def chunks_in_turn(total_bytes: int, pack_bytes_per_s: float) -> int:

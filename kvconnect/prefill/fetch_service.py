@@ -53,7 +53,7 @@ class FetchService:
     def __init__(self, context: TransferContext, book: LeaseBook, inbound_peers: InboundPeers) -> None:
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._randomness, self._book, self._inbound_peers = context.randomness, book, inbound_peers
-        self.pending = PendingFetches(context.config, book.leases, context.timers)
+        self.pending = PendingFetches(context.config, book, context.timers)
         self.sender = Sender(context, self._arrived)
         self.paths = SendPaths(context, self._peers_in_use)
         self._device_poll = context.timers.timer(self._look_at_prefills)
@@ -84,14 +84,14 @@ class FetchService:
         if self._waiting:
             self._device_poll.by(now + _DEVICE_POLL_S)
 
-    def went_on(self, lease: Lease | None, handle: str) -> None:
+    def went_on(self, lease: Lease) -> None:
         """A prefill advanced, lost its blocks, or is held: look again at its fetches."""
-        self.pending.touch(handle)
-        for key in lease.sending if lease is not None else ():
+        self.pending.touch(lease.handle)
+        for key in lease.sending:
             self.sender.touch(key)
 
     def _wait_for_device(self, lease: Lease, key: TransferKey) -> None:
-        if lease.held is None and lease.streamed.marks:
+        if lease.order is None and lease.marks:
             self._waiting[key] = None
 
     def _look_at_prefills(self, now: float) -> None:
@@ -136,19 +136,22 @@ class FetchService:
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
             return False
-        path, streamed = self._measured_path(inbound, pending.link, now), source.held is None
+        path, streamed = self._measured_path(inbound, pending.link, now), source.order is None
         if path is None:
             return False
-        if path.meter is not None and path.meter.found.refusal:
-            raise PeerError(path.meter.found.refusal, Cause.LANE_REFUSED)
+        if path.found.refusal:
+            raise PeerError(path.found.refusal, Cause.LANE_REFUSED)
         if streamed and not path.share.is_whole:
             # The ranks keep different tokens.
             return False
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         self._claim(source, fetch, consumer, pending.key)
-        outbox, key = self._outbox(source, pending, path), pending.key
-        sending = Sending(key, path.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
-        sending.meter = path.meter
+        check_chunks(fetch, path.packer.chunker, path.slot_bytes)
+        note = functools.partial(
+            self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
+        )
+        outbox, key = SlotOutbox(source, path, self._local, fetch, note), pending.key
+        sending = Sending(key, path, outbox, pending.deadline, now, source, consumer, streamed=streamed)
         spared = outbox.grant(fetch.grants)
         sending.due_reported = 0 if streamed or pending.has_waited else None
         self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
@@ -192,11 +195,11 @@ class FetchService:
         lease = self._book.get(early.fetch.handle)
         if lease is None:
             return None
-        if lease.held is not None:
+        if lease.order is not None:
             if not lease.is_intact:
                 raise not_all(lease.num_tokens)
-            return lease if lease.held.is_computed() else None
-        return lease if early.first_tokens <= lease.streamed.advance() else None
+            return lease if lease.is_computed() else None
+        return lease if early.first_tokens <= lease.advance() else None
 
     def _wait(self, pending: PendingFetch, now: float) -> None:
         """Leave a fetch pending; when it first has to wait, return its landing slots to D meanwhile."""
@@ -208,12 +211,12 @@ class FetchService:
                 request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
                 self._inbound_peers.send(pending.link, request)
             pending.fetch = msgspec.structs.replace(fetch, grants=())
-            if self._reports.has_wanted and handle in self.pending.expected:
+            if self._reports.has_wanted and handle in self._book.expected:
                 self._reports.add(Results(wanted=((handle, fetch.first_token),)))
         if handle in self._book.leases:
             # A device, a disk and a link report their end to no thread.
             self.pending.touched[pending.key] = None
-        elif (lease := self._book.streaming.get(handle)) is not None:
+        elif (lease := self._book.expected.get(handle)) is not None:
             self._wait_for_device(lease, pending.key)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
@@ -230,34 +233,6 @@ class FetchService:
         if any(self.sender.sendings[other].consumer == consumer for other in source.sending):
             raise PeerError("this decode rank is being sent this request", Cause.FETCHED_BEFORE)
         source.claim(consumer, fetch.consumers)
-
-    def _outbox(self, source: Lease, pending: PendingFetch, path: SendPath) -> SlotOutbox:
-        fetch = pending.fetch
-        packer = path.packer if source.kept is None else path.kept_packer(source.kept.on_device)
-        check_chunks(fetch, packer.chunker, path.slot_bytes)
-        pool, max_bytes = self._local.send, self._local.engine.capabilities.max_bytes
-        note = functools.partial(
-            self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
-        )
-        is_coded = path.coding is not None and path.coding.is_on(path.found.bytes_per_s)
-        outbox = SlotOutbox(
-            source,
-            packer,
-            self._local.table.groups,
-            fetch.chunks,
-            path.share,
-            pool,
-            path.name,
-            note,
-            path.mapped,
-            path.coding if is_coded else None,
-        )
-        most_bytes = path.slot_bytes if path.mapped else min(pool.slot_bytes, max_bytes)
-        if outbox.largest_bytes > most_bytes:
-            raise PeerError(
-                f"a chunk has {outbox.largest_bytes} bytes, a slot of the prefill node has {most_bytes}"
-            )
-        return outbox
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Request credit up to ``due`` chunks and return the slots in ``spared``, if either has changed."""
@@ -286,36 +261,35 @@ class FetchService:
 
         A calibration that was cut short is repeated: D starts no load by name over a link of unknown rate.
         """
-        path, key = self.paths.path_to(link, inbound), (link, _CALIBRATION)
+        path, key = self.paths.path_to(inbound), (link, _CALIBRATION)
         # A calibration from before the peer's latest greeting has the same key: it must end first.
         is_free = key not in self.sender.sendings
         if is_free and (probe := path.next_probe(self._local.look_at_traffic, now)) is not None:
             until = now + self._config.handshake_timeout_s
-            self.sender.begin(Sending(key, path.name, probe, until, now))
+            self.sender.begin(Sending(key, path, probe, until, now))
         if not path.is_measured:
             return None
         self._announce(path, inbound, link)
         return path
 
     def _peers_in_use(self) -> set[str]:
-        return {sending.peer for sending in self.sender.sendings.values()}
+        return {sending.path.name for sending in self.sender.sendings.values()}
 
     def _announce(self, path: SendPath, inbound: InboundPeer, link: str) -> None:
         """Report to a peer, once a connection, the lane to it, and whether P's settings refuse that lane."""
         if path.meter is None:
             refused = refusal(self._config, path.found, "prefill")
-            found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
-            path.meter = LinkMeter(str(inbound), found, self._transports, path.calibrated_s)
-            self._transports.met(str(inbound), found)
-            self._inbound_peers.send(link, found)
+            path.found = msgspec.structs.replace(path.found, refusal=str(refused or ""))
+            path.meter = LinkMeter(str(inbound), path.found, self._transports, path.calibrated_s)
+            self._transports.met(str(inbound), path.found)
+            self._inbound_peers.send(link, path.found)
 
     def _finish(self, sending: Sending, now: float) -> None:
         lease = sending.lease
         if lease is None:
-            inbound = self._inbound_peers.get(sending.key[0])
-            path = self.paths.by_link.get(sending.key[0])
-            if inbound is not None and path is not None and path.probe is sending.outbox:
-                probe, config = path.probe, self._config
+            inbound, path = self._inbound_peers.get(sending.key[0]), sending.path
+            if inbound is not None and path is inbound.path and (probe := path.probe) is not None:
+                config = self._config
                 found = found_by(probe, self._local, inbound.host, config.host)
                 path.calibrated(str(sending.error or ""), found, self._metrics)
                 if probe.is_whole:
@@ -360,7 +334,7 @@ class FetchService:
         is_cancelled = error is not None and error.cause is Cause.ABORTED
         failed = "cancelled" if is_cancelled else "again" if sending.again else "failed"
         metrics.transfers.labels("sent", failed if error else "ok").inc()
-        metrics.transfer_bytes.labels("sent", sending.lane).inc(sending.total_bytes)
+        metrics.transfer_bytes.labels("sent", sending.path.found.lane).inc(sending.total_bytes)
         metrics.copies.labels("sent").inc(sending.outbox.copies)
         metrics.transfer_seconds.labels("sent").inc(sending.seconds)
         if not error and sending.streamed:

@@ -1,4 +1,4 @@
-"""P's leases: requests behind a handle, first while their prefill is streamed, then held for D.
+"""P's leases: what is known of a handle, before and while its prefill runs, then held for D.
 
 A lease ends exactly once: when every rank of D was served or has released it, or when D did not renew it in
 time; never while a sending reads its blocks. Time is an argument.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from kvconnect.outcome import Cause, Reason
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.kept import Kept
 from kvconnect.transfer.orders import Hold, Progress
-from kvconnect.transfer.parts import Timer, TransferContext
+from kvconnect.transfer.parts import Timer, TransferContext, always
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +33,48 @@ TransferKey = tuple[str, int]
 
 
 @dataclass(eq=False)
-class Streamed:
-    """A streaming prefill's progress: ``ready_tokens`` are computed, in ``blocks`` (ids by cache group).
+class Lease:
+    """What P knows of a handle: a prompt that it computes or holds for the ranks of one engine (``owner``).
 
-    ``marks``: token counts that the device was given, each with a check whether they are computed.
+    Each of ``consumers`` ranks may fetch it once; those in ``finished`` were served, or have released it.
+    ``num_tokens`` is 0 until the prefill's first progress. Of a streaming prefill ``ready_tokens`` are
+    computed, in ``blocks`` (ids by cache group); ``marks``: token counts that the device was given, each with
+    a check whether they are computed. Before it is held it may lose its blocks, which voids all chunks sent
+    so far; each new set of blocks has a new ``epoch``. ``renewers``: the connections over which peers renewed
+    the lease. D computes the last ``replay`` tokens (0 or 1) again.
+
+    Once it is held it has the ``order``, and ``is_computed`` returns whether the device has computed all of
+    it. It expires at ``expires_at``; renewals extend that up to ``last_until``. ``kept``: the rows that a
+    peer pinned by name, which may be overwritten meanwhile; None for blocks. ``revoked``: why P ended it.
     """
 
-    ready_tokens: int = 0
+    handle: str
+    timer: Timer
+    num_tokens: int = 0
+    epoch: int = 0
+    owner: str | None = None
+    consumers: int | None = None
+    finished: set[Consumer] = field(default_factory=set)
+    sending: set[TransferKey] = field(default_factory=set)
+    renewers: set[str] = field(default_factory=set)
+    replay: int = 1
     blocks: dict[int, list[int]] = field(default_factory=dict)
     marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
+    ready_tokens: int = 0
+    order: Hold | None = None
+    is_computed: Callable[[], bool] = always
+    held_at: float = 0.0
+    expires_at: float = 0.0
+    last_until: float = 0.0
+    kept: Kept | None = None
+    revoked: Reason | None = None
+
+    def __str__(self) -> str:
+        return "an unfinished prefill" if self.order is None else f"request {self.order.request_id}"
 
     def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
         """Append the new blocks. False: the order does not follow the known blocks, and nothing was taken."""
+        self.num_tokens = order.num_tokens
         if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
             return False
         for new in order.groups:
@@ -58,59 +88,10 @@ class Streamed:
             self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
         return self.ready_tokens
 
-
-@dataclass(eq=False)
-class Held:
-    """The held content of a lease. It expires at ``expires_at``; renewals extend that up to ``last_until``.
-
-    ``is_computed`` returns whether the device has computed all of it. ``kept``: the rows that a peer pinned
-    by name, which may be overwritten meanwhile; None for blocks. ``revoked``: why P ends it early.
-    """
-
-    order: Hold
-    is_computed: Callable[[], bool]
-    held_at: float
-    expires_at: float
-    last_until: float
-    timer: Timer
-    kept: Kept | None = None
-    revoked: Reason | None = None
-
-
-@dataclass(eq=False)
-class Lease:
-    """A prompt that P computes or holds for the ranks of one engine (``owner``).
-
-    Each of ``consumers`` ranks may fetch it once; those in ``finished`` were served, or have released it.
-    Before it is ``held`` it may lose its blocks, which voids all chunks sent so far; each new set of blocks
-    has a new ``epoch``. ``renewers``: the connections over which peers renewed the lease. D computes the last
-    ``replay`` tokens (0 or 1) again.
-    """
-
-    handle: str
-    num_tokens: int
-    epoch: int = 0
-    owner: str | None = None
-    consumers: int | None = None
-    finished: set[Consumer] = field(default_factory=set)
-    sending: set[TransferKey] = field(default_factory=set)
-    renewers: set[str] = field(default_factory=set)
-    replay: int = 1
-    streamed: Streamed = field(default_factory=Streamed)
-    held: Held | None = None
-
-    def __str__(self) -> str:
-        return "an unfinished prefill" if self.held is None else f"request {self.held.order.request_id}"
-
-    @property
-    def kept(self) -> Kept | None:
-        return None if self.held is None else self.held.kept
-
     @property
     def is_intact(self) -> bool:
         """Chunks sent from this lease are valid: no pinned row was overwritten."""
-        kept = self.kept
-        return kept is None or kept.is_intact()
+        return self.kept is None or self.kept.is_intact()
 
     def claim(self, consumer: Consumer, consumers: int) -> None:
         """Claim the lease for one rank, which states how many ranks of its engine will fetch.
@@ -134,14 +115,14 @@ class Lease:
     @property
     def is_whole(self) -> bool:
         """The request is held, and the device has computed all of it."""
-        return self.held is not None and self.held.is_computed()
+        return self.order is not None and self.is_computed()
 
     def differs_from(self, order: Hold) -> str:
         """Why the chunks streamed so far do not match the request to be held; empty if they match."""
-        if order.num_tokens != self.num_tokens:
+        if self.num_tokens not in (0, order.num_tokens):
             return f"{self.num_tokens} tokens were to be held, {order.num_tokens} are"
         for held in order.groups:
-            known = self.streamed.blocks.get(held.group, ())[held.first_block :]
+            known = self.blocks.get(held.group, ())[held.first_block :]
             # A block that left its window since then is null now: that is no difference.
             if any(a and b and a != b for a, b in zip(known, held.block_ids, strict=False)):
                 return f"the blocks of cache group {held.group} are others now"
@@ -152,10 +133,10 @@ class Lease:
     ) -> tuple[GroupBlocks, ...]:
         """By cache group of P: the blocks of these tokens, ``stop_token`` excluded; states once held."""
         known: dict[int, tuple[int, Sequence[int]]]
-        if self.held is not None:
-            known = {of.group: (of.first_block, of.block_ids) for of in self.held.order.groups}
+        if self.order is not None:
+            known = {of.group: (of.first_block, of.block_ids) for of in self.order.groups}
         else:
-            known = {group: (0, ids) for group, ids in self.streamed.blocks.items()}
+            known = {group: (0, ids) for group, ids in self.blocks.items()}
         made = []
         for group in geometry:
             first, ids = known.get(group.group, (0, ()))
@@ -176,7 +157,11 @@ _DECODE_NODES = "decode nodes"
 
 
 class LeaseBook:
-    """All leases by handle: ``leases`` of held requests, ``streaming`` of prefills under way.
+    """All leases by handle: ``leases`` of held requests, ``expected`` of prefills under way.
+
+    D's messages and the scheduler's orders overtake each other: what peers say of a handle before this worker
+    knows of it is in ``early``, for ``early_fetch_s`` seconds. ``over``: why P holds nothing under a handle
+    that has ended. Of both the oldest are dropped beyond ``max_leases``.
 
     Args:
         ended: called for every lease that ends, with the reason.
@@ -187,10 +172,12 @@ class LeaseBook:
         self,
         context: TransferContext,
         ended: Callable[[Lease, Reason], None],
-        overdue: Callable[[Lease], None] = lambda lease: None,
+        overdue: Callable[[Lease], None],
     ) -> None:
         self.leases: dict[str, Lease] = {}
-        self.streaming: dict[str, Lease] = {}
+        self.expected: dict[str, Lease] = {}
+        self.early: OrderedDict[str, Lease] = OrderedDict()
+        self.over: OrderedDict[str, Reason] = OrderedDict()
         self.revoked: set[str] = set()
         """Handles whose blocks the stack may have overwritten by now. Any thread adds to it."""
         self._config, self._metrics, self._timers = context.config, context.metrics, context.timers
@@ -201,23 +188,55 @@ class LeaseBook:
         self._epochs = itertools.count(context.randomness.randrange(1, 1 << 61))
 
     def get(self, handle: str) -> Lease | None:
-        """The lease of a handle, held or streaming; None without one."""
-        return self.leases.get(handle) or self.streaming.get(handle)
+        """The lease of a handle whose request is held or being prefilled; None without one."""
+        return self.leases.get(handle) or self.expected.get(handle)
 
-    def progress(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
-        """Take a streaming prefill's progress. False: the order does not follow from the known blocks."""
-        lease = self.streaming.get(order.handle)
-        if lease is None:
-            lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
-            self.streaming[order.handle] = lease
-        return lease.streamed.add(order, is_computed)
-
-    def lose_blocks(self, handle: str) -> Lease | None:
-        """A streaming prefill lost its blocks. Returns its lease, if known; chunks sent so far are void."""
-        lease = self.streaming.get(handle)
-        if lease is not None:
-            lease.epoch, lease.streamed = next(self._epochs), Streamed()
+    def spoken_of(self, handle: str, now: float) -> Lease | None:
+        """What a peer's words about a handle are noted in; None if the handle is ``over``."""
+        lease = self.get(handle)
+        if lease is None and handle not in self.over:
+            lease = self.early[handle] = self._known(handle)
+            lease.timer.at(now + self._config.early_fetch_s)
+            if len(self.early) > self._config.max_leases:
+                self.early.popitem(last=False)[1].timer.cancel()
         return lease
+
+    def _known(self, handle: str) -> Lease:
+        """What peers said of a handle before, or a new lease."""
+        return self.early.pop(handle, None) or self._new(handle)
+
+    def _new(self, handle: str) -> Lease:
+        timer = self._timers.timer(lambda now: self._is_due(lease, now))
+        lease = Lease(handle, timer, epoch=next(self._epochs), replay=self._replay)
+        return lease
+
+    def _is_due(self, lease: Lease, now: float) -> None:
+        if self.early.get(lease.handle) is lease:
+            del self.early[lease.handle]
+        else:
+            self.end_if_due(lease, now)
+
+    def expect(self, handle: str) -> Lease | None:
+        """Note a prefill under way. None: too many are, and its fetches wait as for an unknown handle."""
+        self.over.pop(handle, None)
+        if len(self.expected) >= self._config.max_leases:
+            return None
+        return self.expected.setdefault(handle, self._known(handle))
+
+    def void(self, handle: str, reason: Reason) -> Lease | None:
+        """P holds nothing under a handle from now on. Returns what was known of it, if anything."""
+        lease = self.expected.pop(handle, None) or self.early.pop(handle, None)
+        if lease is not None:
+            lease.timer.cancel()
+        self.over[handle] = reason
+        if len(self.over) > self._config.max_leases:
+            self.over.popitem(last=False)
+        return lease
+
+    def lose_blocks(self, lease: Lease) -> None:
+        """A streaming prefill lost its blocks: chunks sent so far are void."""
+        lease.epoch, lease.blocks, lease.ready_tokens = next(self._epochs), {}, 0
+        lease.marks.clear()
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> tuple[Lease | None, str]:
         """Begin to hold a request. Returns its lease, and why chunks streamed before are void, or nothing.
@@ -232,36 +251,28 @@ class LeaseBook:
                 order.request_id,
             )
             return None, ""
-        lease = self.streaming.pop(order.handle, None)
-        difference = lease.differs_from(order) if lease is not None else ""
-        if lease is None:
-            lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
-        elif difference:
-            lease.num_tokens, lease.epoch = order.num_tokens, next(self._epochs)
+        self.over.pop(order.handle, None)
+        lease = self.expected.pop(order.handle, None) or self._known(order.handle)
+        difference = lease.differs_from(order)
+        if difference:
+            lease.epoch = next(self._epochs)
         self._keep(lease, order, is_computed, now)
         return lease, difference
 
     def pin(self, handle: str, engine_id: str, num_tokens: int, kept: Kept, now: float) -> None:
         """Begin a lease on rows found by name, for the engine that pins them."""
-        name, lease_s = f"for {num_tokens} tokens by name", self._config.lease_s
-        order = Hold(name, handle, num_tokens, kept.groups, lease_s, step=0)
+        lease = self._new(handle)
         # D computes from the next token on: blocks that only the last of these tokens sees are not kept.
-        lease = Lease(handle, num_tokens, next(self._epochs), engine_id, replay=0)
-        self._keep(lease, order, kept.is_ready, now, kept)
+        lease.owner, lease.kept, lease.replay = engine_id, kept, 0
+        order = Hold(f"for {num_tokens} tokens by name", handle, num_tokens, kept.groups, step=0)
+        self._keep(lease, order, kept.is_ready, now)
 
-    def _keep(
-        self,
-        lease: Lease,
-        order: Hold,
-        is_computed: Callable[[], bool],
-        now: float,
-        kept: Kept | None = None,
-    ) -> None:
-        timer, until = self._timers.timer(lambda now: self.end_if_due(lease, now)), now + order.lease_s
-        last_until = now + max(order.lease_s, self._config.lease_max_s)
-        lease.held = Held(order, is_computed, now, until, last_until, timer, kept)
+    def _keep(self, lease: Lease, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
+        lease.order, lease.num_tokens, lease.is_computed = order, order.num_tokens, is_computed
+        lease.held_at, lease.expires_at = now, now + self._config.lease_s
+        lease.last_until = now + self._config.lease_max_s
         self.leases[order.handle] = lease
-        timer.at(until)
+        lease.timer.at(lease.expires_at)
         self._metrics.leases.set(len(self.leases))
 
     def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> Reason | None:
@@ -269,8 +280,8 @@ class LeaseBook:
         if lease.owner not in (None, engine_id):
             return Cause.FETCHED_BEFORE(BY_ANOTHER)
         lease.renewers.add(link)
-        if (held := lease.held) is not None:
-            held.expires_at = max(held.expires_at, min(now + held.order.lease_s, held.last_until))
+        if lease.order is not None:
+            lease.expires_at = max(lease.expires_at, min(now + self._config.lease_s, lease.last_until))
         return None
 
     def release(self, lease: Lease, consumer: Consumer, consumers: int, now: float) -> None:
@@ -283,51 +294,49 @@ class LeaseBook:
 
     def end_if_due(self, lease: Lease, now: float) -> None:
         """End a lease that no sending reads, if it was served to all ranks or has expired."""
-        held = lease.held
-        if held is None or self.leases.get(lease.handle) is not lease:
+        if self.leases.get(lease.handle) is not lease:
             return
         if lease.sending:
-            if now < held.expires_at:
-                held.timer.by(held.expires_at)
-            elif held.expires_at < held.last_until:
+            if now < lease.expires_at:
+                lease.timer.by(lease.expires_at)
+            elif lease.expires_at < lease.last_until:
                 self._overdue(lease)
             return
         is_satisfied = lease.satisfied
-        due_at = now if is_satisfied else held.expires_at
+        due_at = now if is_satisfied else lease.expires_at
         if now < due_at:
-            held.timer.at(due_at)
+            lease.timer.at(due_at)
         elif is_satisfied:
             if self._repeats.logged:
                 self._repeats.succeeded(_DECODE_NODES)
-            self._end(lease, held, SERVED, now)
-        elif held.revoked or held.kept is not None:
+            self._end(lease, SERVED, now)
+        elif lease.revoked or lease.kept is not None:
             # P ended it itself, or it is a pin, which holds up no eviction: that needs no warning.
-            self._end(lease, held, held.revoked or _NOT_FETCHED, now)
+            self._end(lease, lease.revoked or _NOT_FETCHED, now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
             by_none = "" if lease.renewers else ", and no decode node asked for it"
-            over = f"its lease_s of {held.order.lease_s:g} s is over{by_none}"
-            if lease.renewers and held.expires_at >= held.last_until:
+            over = f"its lease_s of {self._config.lease_s:g} s is over{by_none}"
+            if lease.renewers and lease.expires_at >= lease.last_until:
                 over = f"it was held for {self._config.lease_max_s:g} s, which is lease_max_s"
             reason = Cause.LEASE_OVER(over)
             what = f"{lease} was not fetched, its blocks are freed:"
             self._repeats.warn_first("lease_expired, until one is fetched", _DECODE_NODES, what, reason)
-            self._end(lease, held, reason, now)
+            self._end(lease, reason, now)
 
     def revoke_all(self, reason: Reason, now: float) -> None:
         for lease in list(self.leases.values()):
             self.revoke(lease, reason, now)
 
     def revoke(self, lease: Lease, reason: Reason, now: float) -> None:
-        """End a lease at once; one that a sending reads ends when the sending does."""
-        if (held := lease.held) is not None:
-            held.expires_at, held.last_until, held.revoked = 0.0, 0.0, reason
-            if not lease.sending:
-                self._end(lease, held, reason, now)
+        """End a held lease at once; one that a sending reads ends when the sending does."""
+        lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
+        if not lease.sending:
+            self._end(lease, reason, now)
 
-    def _end(self, lease: Lease, held: Held, reason: Reason, now: float) -> None:
+    def _end(self, lease: Lease, reason: Reason, now: float) -> None:
         del self.leases[lease.handle]
-        held.timer.cancel()
-        self._metrics.lease_seconds.observe(now - held.held_at)
+        lease.timer.cancel()
+        self._metrics.lease_seconds.observe(now - lease.held_at)
         self._metrics.leases.set(len(self.leases))
         self._ended(lease, reason)

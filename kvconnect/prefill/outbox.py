@@ -11,21 +11,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.exponent_code import ExponentCoder, coded_bytes
-from kvconnect.pack.packer import Packer
-from kvconnect.pack.shared_memory import MappedMemory
-from kvconnect.peer.messages import Grant
-from kvconnect.plan.blocks import Share
+from kvconnect.peer.messages import Fetch, Grant
 from kvconnect.plan.chunks import Chunk
-from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.prefill.leases import Lease
 from kvconnect.timeline import Moment
-from kvconnect.transfer.slots import Slot, SlotPool, SlotState
+from kvconnect.transfer.local import Local
+from kvconnect.transfer.slots import Slot, SlotState
+
+if TYPE_CHECKING:
+    from kvconnect.prefill.send_path import SendPath
 
 _MOST_IN_TURN = 4
 """Chunks that this thread packs itself before it serves anything else: some milliseconds."""
@@ -60,39 +60,27 @@ class SlotOutbox:
 
     Where the request is held, chunks are packed in the fetch's order. Of a streaming prefill a chunk can be
     packed once its tokens are computed, and chunks are packed in that order; those with states come last.
-    ``copies``: all chunks; ``largest_bytes``: the size of the largest.
+    ``copies``: all chunks.
 
     Args:
-        geometry: P's cache groups.
-        share: the tokens of the request that both ranks keep.
-        pool: P's send slots.
-        holder: the receiving peer, which may not take all send slots.
         note: called with each event of a chunk, and the chunk's index.
-        mapped: the peer's landing slots, where this process can write to them as memory.
-        coding: takes how the coding of each chunk ended; None where chunks are not coded.
 
     Raises:
         LayoutError: a chunk does not fit the packer's wire, or its tokens are not held.
         LocalError: a block is outside this cache.
+        PeerError: a chunk does not fit the slots.
     """
 
     def __init__(
-        self,
-        lease: Lease,
-        packer: Packer,
-        geometry: Sequence[GroupGeometry],
-        chunks: Sequence[Chunk],
-        share: Share,
-        pool: SlotPool,
-        holder: str,
-        note: Callable[[str, int], None],
-        mapped: MappedMemory | None = None,
-        coding: ExponentCoding | None = None,
+        self, lease: Lease, path: SendPath, local: Local, fetch: Fetch, note: Callable[[str, int], None]
     ) -> None:
+        self._packer = packer = path.packer_of(lease.kept)
+        self._chunks = chunks = fetch.chunks
         self.copies = len(chunks)
-        self._lease, self._packer, self._geometry, self._chunks = lease, packer, geometry, chunks
-        self._pool, self._holder, self._note = pool, holder, note
-        self._mapped, self._coding = mapped, coding
+        self._lease, self._geometry, self._note = lease, local.table.groups, note
+        self._pool, self._holder, self._mapped = local.send, path.name, path.mapped
+        coding = path.coding
+        self._coding = coding if coding is not None and coding.is_on(path.found.bytes_per_s) else None
         self._grants: list[Grant] = []
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
@@ -106,9 +94,9 @@ class SlotOutbox:
         self._needs: Sequence[float] = ()
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
-        if lease.held is not None:
-            num_tokens = share.count(lease.num_tokens) + self._ahead
-            self._staged = packer.stage(share.of(lease.held.order.groups), chunks, num_tokens)
+        if lease.order is not None:
+            num_tokens = path.share.count(lease.num_tokens) + self._ahead
+            self._staged = packer.stage(path.share.of(lease.order.groups), chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:
             rows: dict[int, int] = {}
@@ -118,7 +106,8 @@ class SlotOutbox:
             self._order = sorted(range(len(chunks)), key=needs.__getitem__)
             self._needs = sorted(needs)
             sizes = [packer.chunker.place(chunk).total_bytes for chunk in chunks]
-        self.largest_bytes = max(sizes, default=0)
+        if max(sizes, default=0) > path.slot_bytes:
+            raise PeerError(f"a chunk has {max(sizes)} bytes, the slots have {path.slot_bytes}")
 
     def _tokens_of(self, chunk: Chunk, row_tokens: dict[int, int]) -> float:
         """The prompt tokens that a chunk needs computed. Rows are complete with their last token."""
@@ -137,7 +126,7 @@ class SlotOutbox:
     def due(self) -> int:
         """How many chunks can be packed by now, those already taken included."""
         if self._needs:
-            ready_tokens = self._lease.streamed.advance()
+            ready_tokens = self._lease.advance()
             if not self._lease.is_whole:
                 return bisect.bisect_right(self._needs, ready_tokens)
             self._needs = ()
@@ -146,7 +135,7 @@ class SlotOutbox:
     @property
     def exhausted(self) -> bool:
         """Every chunk was taken, and the request is held, so that no preemption can void them."""
-        return self._taken == self.copies and self._lease.held is not None
+        return self._taken == self.copies and self._lease.order is not None
 
     @property
     def is_packing(self) -> bool:
@@ -162,7 +151,7 @@ class SlotOutbox:
             # Without a grant, the peer's message is awaited.
             return bool(self._grants)
         # The device's end is awaited, which wakes no thread.
-        return self._taken < self.copies and self._lease.held is not None
+        return self._taken < self.copies and self._lease.order is not None
 
     def advance(self, stopping: bool) -> Iterator[Parcel]:
         """Pack all chunks that can be packed; if ``stopping``, return filled slots that were not submitted.

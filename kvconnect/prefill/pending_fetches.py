@@ -1,24 +1,21 @@
-"""Fetches and releases of a handle that reach P before P holds anything under it; and why a handle is void.
+"""Fetches that reach P before their KV can be sent: their prefill runs, or is not known here yet.
 
-D's messages and the scheduler's orders overtake each other: a fetch may arrive while its prefill runs, or
-before this worker knows of it. Pure, with the time as an argument; every entry has a bound and a deadline.
+Pure, with the time as an argument; every entry has a bound and a deadline.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
-from kvconnect.prefill.leases import Consumer, TransferKey
-from kvconnect.transfer.params import NO_REQUEST, announced_id
+from kvconnect.prefill.leases import LeaseBook, TransferKey
+from kvconnect.transfer.params import NO_REQUEST
 from kvconnect.transfer.parts import Timer, Timers
 
 _LONGEST_FETCH_S = 3600.0
@@ -57,18 +54,8 @@ class PendingFetch:
     @functools.cached_property
     def first_tokens(self) -> float:
         """Tokens to be computed before the first chunk can be sent; infinite for a fetch without chunks."""
-        ends = (max((span.stop for span in chunk.spans), default=0) for chunk in self.fetch.chunks)
+        ends = (max((1, *(span.stop for span in chunk.spans))) for chunk in self.fetch.chunks)
         return min(ends, default=math.inf)
-
-
-@dataclass
-class EarlyRelease:
-    """Ranks of one engine that released a request before P held it. Releases by other engines are ignored."""
-
-    owner: str
-    consumers: int
-    timer: Timer
-    ranks: set[Consumer] = field(default_factory=set)
 
 
 def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
@@ -102,30 +89,16 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
 
 
 class PendingFetches:
-    """Pending fetches, early releases, the handles of prefills under way, and handles that have ended.
+    """The fetches that wait, by transfer key."""
 
-    Args:
-        held: the handles of all leases.
-    """
-
-    def __init__(self, config: ExtraConfig, held: Collection[str], timers: Timers) -> None:
+    def __init__(self, config: ExtraConfig, book: LeaseBook, timers: Timers) -> None:
         self.fetches: dict[TransferKey, PendingFetch] = {}
-        self.expected: set[str] = set()
-        self.let_go: dict[str, EarlyRelease] = {}
-        self._held = held
-        self._timers = timers
+        self._book, self._timers = book, timers
         self._by_handle: dict[str, dict[TransferKey, None]] = {}
         self.touched: dict[TransferKey, None] = {}
         """Fetches to look at in the next turn: an event touched them, or a device, disk or link is polled."""
-        self._watchers: OrderedDict[str, set[str]] = OrderedDict()
-        self.over: OrderedDict[str, Reason] = OrderedDict()
-        """By ended handle: why P holds nothing under it. The oldest are dropped beyond ``max_leases``."""
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
-        self._announced: tuple[float, set[str]] = (-1.0, set())
-
-    def __len__(self) -> int:
-        return len(self.fetches) + len(self.let_go)
 
     def touch(self, handle: str) -> None:
         """Look again at the fetches of a handle, whose state has changed."""
@@ -161,58 +134,18 @@ class PendingFetches:
         if early.timer is not None:
             early.timer.cancel()
 
-    def expect(self, handle: str) -> bool:
-        """Note a prefill under way. False: too many are, and its fetches wait as for an unknown handle."""
-        self.over.pop(handle, None)
-        if len(self.expected) >= self._capacity:
-            return False
-        self.expected.add(handle)
-        return True
-
-    def end(self, handle: str, reason: Reason) -> None:
-        """End a handle, for the given reason: P holds nothing under it from now on."""
-        self.expected.discard(handle)
-        self._take_refusal(handle)
-        self.touch(handle)
-        self.over[handle] = reason
-        if len(self.over) > self._capacity:
-            self.over.popitem(last=False)
-
     def first_tokens(self, handle: str) -> list[int]:
-        """The tokens at which the fetches of a handle begin; -1 for ranks that released it."""
-        waiting = [self.fetches[key].fetch.first_token for key in self._by_handle.get(handle, ())]
-        return waiting + [-1] * (handle in self.let_go)
-
-    def watch(self, handle: str, link: str) -> None:
-        """Have a connection's peer informed once a handle is held or ends. The oldest are dropped."""
-        self._watchers.setdefault(handle, set()).add(link)
-        if len(self._watchers) > self._capacity:
-            self._watchers.popitem(last=False)
-
-    def watchers(self, handle: str) -> set[str]:
-        """Take the connections whose peers watch a handle, which is held or has ended now."""
-        return self._watchers.pop(handle, set())
-
-    def hold(self, handle: str) -> EarlyRelease | None:
-        """Note that a request is held now. Returns the early release of its handle, if peers sent one."""
-        self.expected.discard(handle)
-        self.over.pop(handle, None)
-        return self._take_refusal(handle)
-
-    def _take_refusal(self, handle: str) -> EarlyRelease | None:
-        release = self.let_go.pop(handle, None)
-        if release is not None:
-            release.timer.cancel()
-        return release
+        """The tokens at which the fetches of a handle begin."""
+        return [self.fetches[key].fetch.first_token for key in self._by_handle.get(handle, ())]
 
     def admit(self, early: PendingFetch, now: float) -> Reason | None:
         """Let a fetch wait, for the first time or on. Returns why it cannot, or None."""
         handle, key, until = early.fetch.handle, early.key, early.deadline
-        is_known = handle in self._held or handle in self.expected
+        is_known = self._book.get(handle) is not None
         if not is_known:
             until = min(until, early.received_at + self._early_fetch_s)
-        if handle in self.over:
-            return self.over[handle]
+        if handle in self._book.over:
+            return self._book.over[handle]
         if now >= until:
             if is_known:
                 waited_s = now - early.received_at
@@ -220,8 +153,6 @@ class PendingFetches:
                     f"its prefill was not complete {waited_s:.1f} s after the fetch, when load_timeout_s of "
                     "the decode node was over"
                 )
-            if self._is_of_other_prompt(handle, now):
-                return Cause.OTHER_PROMPT("the prefill node has this transfer id with another prompt")
             return Cause.NOT_HELD(NO_REQUEST)
         if early.timer is None:
             if len(self.fetches) >= self._capacity:
@@ -235,32 +166,3 @@ class PendingFetches:
             self._by_handle.setdefault(handle, {})[key] = None
         early.timer.at(until)
         return None
-
-    def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
-        """Note that a peer's rank will not fetch a request that P does not hold yet."""
-        self._watchers.pop(handle, None)
-        if handle in self.over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
-            return
-        release = self.let_go.get(handle)
-        if release is None:
-            timer = self._timers.timer(lambda now: self._forget_refusal(handle))
-            timer.at(now + self._early_fetch_s)
-            release = self.let_go[handle] = EarlyRelease(consumer[0], consumers, timer)
-        if release.owner == consumer[0]:
-            release.consumers = consumers
-            release.ranks.add(consumer)
-
-    def _forget_refusal(self, handle: str) -> None:
-        """Drop the early release of a handle that no prefill has announced in time."""
-        if handle not in self.expected:
-            self.let_go.pop(handle, None)
-
-    def _is_of_other_prompt(self, handle: str, now: float) -> bool:
-        # Several prompts may share one transfer id, so this is certain only after the time to wait is over.
-        transfer_id = announced_id(handle)
-        if not transfer_id:
-            return False
-        if self._announced[0] != now:
-            # Computed once per time stamp: thousands of fetches of a peer may expire together.
-            self._announced = now, {announced_id(known) for known in (*self._held, *self.expected)}
-        return transfer_id in self._announced[1]

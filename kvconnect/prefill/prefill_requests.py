@@ -7,7 +7,7 @@ step by step. Pure bookkeeping, bounded by ``max_leases``, empty when idle.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +48,7 @@ class _Prefill:
     ``release_name``: the router's name to release it by; ``is_released``: no decode node will fetch it.
     ``is_refused``: there was no room for it. ``has_blocks``: it was admitted; ``is_stale``: the caches were
     reset since. The device was given ``computed`` of its tokens by the end of ``step``. Where
-    ``is_streamed``: ``known`` counts, by cache group, the block positions sent to the workers or in
-    ``fresh``, the blocks of the next order.
+    ``is_streamed``: ``known`` counts, by cache group, the block positions that were ordered.
     """
 
     handle: str = ""
@@ -62,9 +61,7 @@ class _Prefill:
     is_streamed: bool = False
     step: int = 0
     known: dict[int, int] = field(default_factory=dict)
-    fresh: dict[int, list[int]] = field(default_factory=dict)
     computed: int = 0
-    computed_sent: int = 0
 
 
 class PrefillRequests:
@@ -95,7 +92,6 @@ class PrefillRequests:
         # With the longest claims, so that an error is raised now: later it would end the scheduler.
         self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
-        self._went_on: dict[str, None] = {}
         # By handle the request that is held under it, or was promised it as the handle of its transfer id.
         self._owners: dict[str, str] = {}
         # By id the handle of each held request, and the router's name to release it by.
@@ -196,24 +192,33 @@ class PrefillRequests:
             prefill = self._requests.get(request_id)
             if prefill is None:
                 continue
-            if prefill.is_streamed:
-                self._take_blocks(prefill, new_block_ids)
-                self._went_on[request_id] = None
+            before = prefill.computed
             if prefill.computed < prefill.num_tokens:
                 prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
                 prefill.step = self._draft.step
                 self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
                 if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
                     self.due.pop(request_id, None)
+            if prefill.is_streamed:
+                groups = tuple(self._new_blocks(prefill, new_block_ids or ()))
+                if groups or prefill.computed > before:
+                    self._draft.progress.append(
+                        Progress(prefill.handle, prefill.num_tokens, prefill.computed, groups)
+                    )
 
-    def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
-        for group, tokens in self._streamed_groups.items():
-            ids, known = new_block_ids[group] if new_block_ids else (), prefill.known.get(group, 0)
+    def _new_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup) -> Iterator[GroupBlocks]:
+        for group, tokens in self._streamed_groups.items() if new_block_ids else ():
+            known = prefill.known.get(group, 0)
             # Blocks beyond the prompt are never sent.
-            wanted = ids[: max(0, div_ceil(prefill.num_tokens, tokens) - known)]
+            wanted = tuple(new_block_ids[group][: max(0, div_ceil(prefill.num_tokens, tokens) - known)])
             if wanted:
-                prefill.fresh.setdefault(group, []).extend(wanted)
                 prefill.known[group] = known + len(wanted)
+                yield GroupBlocks(group, known, wanted)
+
+    def _take_back(self, prefill: _Prefill) -> None:
+        """A request lost its blocks, or has ended: progress that the workers have not received is void."""
+        progress = self._draft.progress
+        progress[:] = [order for order in progress if order.handle != prefill.handle]
 
     def preempted(self, request_id: str) -> None:
         """A prefill lost its blocks."""
@@ -223,28 +228,16 @@ class PrefillRequests:
             return
         if prefill.is_streamed and prefill.handle not in self._draft.preempted:
             self._draft.preempted.append(prefill.handle)
-        prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
+        self._take_back(prefill)
+        prefill.known, prefill.computed = {}, 0
 
     def ordered(self) -> None:
-        """Before the draft is taken: give up held requests, and order the progress of streamed prefills."""
-        if self._given_up:
-            self._order_withdrawals()
-        for request_id in self._went_on:
-            prefill = self._requests.get(request_id)
-            if prefill is None or not (prefill.fresh or prefill.computed > prefill.computed_sent):
-                continue
-            groups = tuple(
-                GroupBlocks(group, prefill.known[group] - len(ids), tuple(ids))
-                for group, ids in sorted(prefill.fresh.items())
-            )
-            self._draft.progress.append(
-                Progress(prefill.handle, prefill.num_tokens, prefill.computed, groups)
-            )
-            prefill.fresh, prefill.computed_sent = {}, prefill.computed
-        self._went_on.clear()
+        """Before the draft is taken: give up held requests.
 
-    def _order_withdrawals(self) -> None:
-        """Withdraw given-up handles; one that is held by these orders waits, as holds are taken last."""
+        One that is held by these orders waits, as holds are taken last.
+        """
+        if not self._given_up:
+            return
         given_up, self._given_up = self._given_up, {}
         begun = {hold.handle for hold in self._draft.holds}
         for handle, reason in given_up.items():
@@ -272,6 +265,7 @@ class PrefillRequests:
             return False, {SOURCES_KEY: [join_address(rank0.host, rank0.port)]}
         prefill = self._requests.pop(request_id, None) or _Prefill()
         self.due.pop(request_id, None)
+        self._take_back(prefill)
         if prefill.handle in self._draft.preempted:
             # The workers have not received this preemption, and need it no more.
             self._draft.preempted.remove(prefill.handle)
@@ -356,7 +350,7 @@ class PrefillRequests:
     ) -> dict[str, Any] | Reason:
         """Hold a request. Returns the parameters for D, or why it is not held."""
         # The last sampled token has no KV yet.
-        num_tokens, extra, handle = request.num_tokens - 1, self._extra, prefill.handle
+        num_tokens, handle = request.num_tokens - 1, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return Cause.NOT_HELD("the prompt leaves no KV to hold")
         if self._draining:
@@ -371,9 +365,7 @@ class PrefillRequests:
         groups = blocks_of(self._groups, block_ids, 0, num_tokens)
         # A stack that runs ahead has given the device more steps since the prompt was complete.
         step = prefill.step if prefill.computed >= num_tokens else self._draft.step
-        self._draft.holds.append(
-            Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s, step)
-        )
+        self._draft.holds.append(Hold(request.request_id, handle or token, num_tokens, groups, step))
         self._draft.note(Moment.COMPUTED, handle or token, request.request_id, num_tokens)
         # The router passes these on to D: the keys that routers know, and P's handle.
         params = {

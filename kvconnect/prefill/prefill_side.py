@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import (
@@ -52,9 +51,7 @@ class PrefillSide(Service):
     """The leases, and the fetches of peers that they serve."""
 
     name = "the leases"
-    NOTHING: ClassVar = dict.fromkeys(
-        ("leases", "expected", "pending_fetches", "streaming_prefills", "sendings"), 0
-    )
+    NOTHING: ClassVar = dict.fromkeys(("leases", "expected", "pending_fetches", "sendings"), 0)
     """The counts of ``state`` for a node without this part."""
 
     def __init__(self, context: TransferContext, inbound_peers: InboundPeers) -> None:
@@ -95,31 +92,36 @@ class PrefillSide(Service):
         if self._draining:
             self._void(handle, self._draining)
             return
-        if not self.pending.expect(handle):
+        lease = self.book.expect(handle)
+        if lease is None:
             self._metrics.failures.labels("max_leases").inc()
         if self._reports.has_wanted:
-            found = self.pending.first_tokens(handle)
+            # -1 for ranks that released it.
+            found = self.pending.first_tokens(handle) + [-1] * bool(lease and lease.finished)
             self._reports.add(Results(wanted=tuple((handle, first_token) for first_token in found)))
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """Take a streaming prefill's progress: chunks of its computed tokens can be sent."""
-        if order.handle not in self.pending.expected:
+        lease = self.book.expected.get(order.handle)
+        if lease is None:
             return
-        if not self.book.progress(order, is_computed):
+        if not lease.add(order, is_computed):
             logger.error(
                 "internal error: a prefill's progress does not follow from what is known of it, and its "
                 "decode node begins anew"
             )
             self.preempted(order.handle, Cause.INTERNAL("the prefill's blocks are not known"))
-        self.fetches.went_on(self.book.streaming.get(order.handle), order.handle)
+        self.fetches.went_on(lease)
 
     def preempted(self, handle: str, reason: Reason = _PREEMPTED) -> None:
         """A prefill lost its blocks: void all chunks that were sent of it."""
-        self._cut_short(self.book.lose_blocks(handle), reason, again=True)
+        if (lease := self.book.expected.get(handle)) is not None:
+            self.book.lose_blocks(lease)
+            self._cut_short(lease, reason, again=True)
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
         """Begin a lease; it ends at once if all ranks that would fetch have released it already."""
-        streamed = self.book.streaming.get(order.handle)
+        streamed = self.book.expected.get(order.handle)
         # A sending under way may finish: it reads the blocks until then.
         if self._draining and not (streamed is not None and streamed.sending):
             self._void(order.handle, self._draining)
@@ -134,19 +136,14 @@ class PrefillSide(Service):
         self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
         if difference:
             self._cut_short(lease, Cause.EPOCH(difference), again=True)
-        self.fetches.went_on(lease, order.handle)
-        early = self.pending.hold(order.handle)
-        if early is not None and lease.owner in (None, early.owner):
-            lease.owner, lease.consumers = early.owner, early.consumers
-            lease.finished |= early.ranks
-        for link in sorted(self.pending.watchers(order.handle)):
-            lease.renewers.add(link)
+        self.fetches.went_on(lease)
+        for link in sorted(lease.renewers):
             self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
 
-    def _cut_short(self, lease: Lease | None, reason: Reason, *, again: bool) -> None:
+    def _cut_short(self, lease: Lease, reason: Reason, *, again: bool) -> None:
         """Cancel the sendings of a prefill, whose chunks are void; ``again``: the peer is to fetch anew."""
-        for key in lease.sending if lease is not None else ():
+        for key in lease.sending:
             self.sender.cancel(key, reason, again=again)
 
     def drain(self, drained: Callable[[], None], reason: Reason, drain_s: float, now: float) -> None:
@@ -160,7 +157,7 @@ class PrefillSide(Service):
             self._drain_until = now + drain_s
             self._giving_up.at(self._drain_until)
         self._drained = drained
-        for handle in list(self.book.streaming) if not drain_s else ():
+        for handle in list(self.book.expected) if not drain_s else ():
             self.preempted(handle, reason)
 
     def wake(self) -> None:
@@ -173,22 +170,18 @@ class PrefillSide(Service):
 
         Sendings of held requests go on: the peer had the old weights, and fails the load if it has others.
         """
-        for handle in list(self.book.streaming):
-            self._void(handle, reason)
+        for handle, lease in list(self.book.expected.items()):
+            if lease.num_tokens:
+                self._void(handle, reason)
         self.book.revoke_all(reason, now)
 
-    # Messages of peers, and completions
+    # Messages of peers
 
     def links_in_use(self) -> set[str]:
         return {link for link, _ in self.sender.sendings}
 
     def met(self, link: str) -> None:
-        # A peer may introduce itself anew.
-        self.forgotten(link)
         self.pending.touch_link(link)
-
-    def forgotten(self, link: str) -> None:
-        self.fetches.paths.by_link.pop(link, None)
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
         peer = inbound.peer
@@ -213,10 +206,7 @@ class PrefillSide(Service):
                     self._pin(inbound, message, now)
                 except PeerError as error:
                     # Fetches of the handle are refused with this reason.
-                    self.pending.end(message.handle, error.reason)
-
-    def completed(self, completion: Completion, now: float) -> None:
-        self.sender.completed(completion, now)
+                    self._void(message.handle, error.reason)
 
     def advance(self, now: float) -> bool:
         """Serve fetches, and answer those that have ended. Whether any work advanced without an event."""
@@ -249,9 +239,8 @@ class PrefillSide(Service):
         """Counts of leases, prefills, fetches and sendings. All zero when idle."""
         return {
             "leases": len(self.leases),
-            "expected": len(self.pending.expected),
-            "pending_fetches": len(self.pending),
-            "streaming_prefills": len(self.book.streaming),
+            "expected": len(self.book.expected),
+            "pending_fetches": len(self.pending.fetches) + len(self.book.early),
             "sendings": len(self.sender.sendings),
         }
 
@@ -262,14 +251,11 @@ class PrefillSide(Service):
     # Helpers of the above
 
     def _release(self, peer: Introduction, message: Release, now: float) -> None:
-        lease = self.leases.get(message.handle)
-        consumer = (peer.engine_id, peer.incarnation, peer.rank)
-        if lease is None:
-            self.pending.refuse(message.handle, consumer, message.consumers, now)
-            if self._reports.has_wanted and message.handle in self.pending.expected:
-                self._reports.add(Results(wanted=((message.handle, -1),)))
-            return
-        self.book.release(lease, consumer, message.consumers, now)
+        if (lease := self.book.spoken_of(message.handle, now)) is not None:
+            consumer = (peer.engine_id, peer.incarnation, peer.rank)
+            self.book.release(lease, consumer, message.consumers, now)
+        if self._reports.has_wanted and message.handle in self.book.expected:
+            self._reports.add(Results(wanted=((message.handle, -1),)))
 
     def _renewed(self, handles: Sequence[str], engine_id: str, link: str, now: float) -> Renewed:
         """Renew the leases of a peer's handles. The answer has for each its epoch, its end, or unknown."""
@@ -277,18 +263,15 @@ class PrefillSide(Service):
         over: list[tuple[str, Reason]] = []
         unknown: list[str] = []
         for handle in dict.fromkeys(handles[:MAX_HANDLES]):
-            lease = self.leases.get(handle)
-            reason = self.pending.over.get(handle) if lease is None else None
-            if lease is not None:
-                reason = self.book.renew(lease, engine_id, link, now)
-            if reason is not None:
+            lease = self.book.spoken_of(handle, now)
+            if lease is None:
+                over.append((handle, self.book.over[handle]))
+            elif (reason := self.book.renew(lease, engine_id, link, now)) is not None:
                 over.append((handle, reason))
-            elif lease is not None:
+            elif lease.order is not None:
                 epochs.append((handle, lease.epoch))
-            else:
-                self.pending.watch(handle, link)
-                if handle not in self.pending.expected:
-                    unknown.append(handle)
+            elif handle not in self.book.expected:
+                unknown.append(handle)
         return Renewed(tuple(epochs), tuple(over), tuple(unknown))
 
     def _found(self, inbound: InboundPeer, asked: FindPrefix, link: str, now: float) -> PrefixFound:
@@ -339,9 +322,10 @@ class PrefillSide(Service):
     def _lease_ended(self, lease: Lease, reason: Reason) -> None:
         """A lease has ended: free its request, and inform the peers that renewed it."""
         over = _NO_LONGER if reason is SERVED else reason.after("the request is no longer held: ")
-        self.pending.end(lease.handle, over)
-        if lease.held is not None and lease.held.kept is None:
-            request_id = lease.held.order.request_id
+        self.book.void(lease.handle, over)
+        self.pending.touch(lease.handle)
+        if lease.order is not None and lease.kept is None:
+            request_id = lease.order.request_id
             unsent = {} if reason is SERVED else {request_id: reason}
             self._reports.add(Results(sent=(request_id,), unsent=unsent))
             self._metrics.timeline.note(Moment.LEASE_ENDED, handle=lease.handle, request_id=request_id)
@@ -358,15 +342,18 @@ class PrefillSide(Service):
 
     def revoke(self, handle: str, reason: Reason, now: float) -> None:
         """The stack uses the blocks of a handle again: void what was sent of them, and hold nothing."""
-        self._cut_short(self.book.get(handle), reason, again=False)
+        if (lease := self.book.get(handle)) is not None:
+            self._cut_short(lease, reason, again=False)
         self._withdraw(Withdraw(handle, reason), now)
         self.book.revoked.discard(handle)
 
     def _void(self, handle: str, reason: Reason) -> None:
         """End a handle that has no lease: cancel the sendings of its prefill, inform its watchers."""
-        self.pending.end(handle, reason)
-        self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
-        self._report_over(handle, reason, self.pending.watchers(handle))
+        lease = self.book.void(handle, reason)
+        self.pending.touch(handle)
+        if lease is not None:
+            self._cut_short(lease, reason, again=False)
+            self._report_over(handle, reason, lease.renewers)
 
     def _report_over(self, handle: str, reason: Reason, links: set[str]) -> None:
         # Sorted, so that two simulator runs of one seed are equal.

@@ -29,6 +29,7 @@ from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox, transport_over
 from kvconnect.prefill.exponent_coding import ExponentCoding
 from kvconnect.transfer.breaker import Breaker
 from kvconnect.transfer.inbound_peers import InboundPeer, rank_name
+from kvconnect.transfer.kept import Kept
 from kvconnect.transfer.local import without_slots
 from kvconnect.transfer.parts import TransferContext
 
@@ -66,6 +67,10 @@ class SendPath:
     meter: LinkMeter | None = None
     coding: ExponentCoding | None = None
 
+    def packer_of(self, kept: Kept | None) -> Packer:
+        """The packer of blocks, or of what has names."""
+        return self.packer if kept is None else self.kept_packer(kept.on_device)
+
     def next_probe(self, look_at_traffic: Callable[[], Traffic], now: float) -> ProbeOutbox | None:
         """A probe, if the link is to be measured now, for the first time or again."""
         is_due = not self.is_measured or (self.calibrations.failures and self.calibrations.may_try(now))
@@ -94,32 +99,26 @@ class SendPath:
             self.calibrated_s = probe.seconds_of if probe is not None and probe.is_whole else None
 
 
-def owner_name(peer: Introduction) -> str:
-    """The name of one rank of one process: engine id, incarnation, rank."""
-    return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
-
-
 class SendPaths:
-    """The paths to all peers that asked for KV, by connection; and the engine's connected peers."""
+    """Makes the paths to peers that ask for KV, and bounds the engine's connected peers."""
 
     def __init__(self, context: TransferContext, in_use: Callable[[], set[str]]) -> None:
         """``in_use`` returns the engine's peers that must stay connected."""
         self._config, self._local, self._metrics = context.config, context.local, context.metrics
         self._in_use = in_use
         self._allowed = AllowList(context.config.allow_peers)
-        self.by_link: dict[str, SendPath] = {}
         self._connected: OrderedDict[str, None] = OrderedDict()
 
-    def path_to(self, link: str, inbound: InboundPeer) -> SendPath:
+    def path_to(self, inbound: InboundPeer) -> SendPath:
         """The path to a peer, made at its first fetch or lookup: a peer may only ask for the directory.
 
         Raises:
             LayoutError: one side has no slots, or the two caches do not fit; the text has every reason.
             PeerError: the engine cannot use the peer's card, or the card names a host that is not trusted.
         """
-        path = self.by_link.get(link)
+        path: SendPath | None = inbound.path
         if path is None:
-            path = self.by_link[link] = self._make_path(inbound.session.ours, inbound.peer)
+            path = inbound.path = self._make_path(inbound.session.ours, inbound.peer)
             over = "shared memory" if path.mapped else self._local.engine.capabilities
             logger.info("%s fetches: over %s", inbound, over)
         if path.mapped is None:
@@ -132,6 +131,7 @@ class SendPaths:
         The engine's name of the peer contains a digest of its card: memory registered anew has a new name.
         """
         local, convert = self._local, self._config.convert_dtype
+        card = hashlib.blake2b(peer.engine_card, digest_size=6)
         slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
         if not slot_bytes:
             raise LayoutError(without_slots("decode" if ours.slot_bytes else "prefill"))
@@ -152,7 +152,7 @@ class SendPaths:
 
         path = SendPath(
             who=rank_name(peer.engine_id, peer.rank),
-            name=f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}",
+            name=f"{peer.engine_id}/{peer.incarnation}/{peer.rank}/{card.hexdigest()}",
             packer=packer,
             slot_bytes=slot_bytes,
             share=source_share(ours, peer),

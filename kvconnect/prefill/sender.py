@@ -16,9 +16,10 @@ from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.messages import Written
-from kvconnect.prefill.calibration import LinkMeter, ProbeOutbox
+from kvconnect.prefill.calibration import ProbeOutbox
 from kvconnect.prefill.leases import Consumer, Lease, TransferKey
 from kvconnect.prefill.outbox import Parcel, SlotOutbox
+from kvconnect.prefill.send_path import SendPath
 from kvconnect.transfer.parts import Timer, TransferContext
 from kvconnect.transfer.slots import Slot, SlotState
 
@@ -31,12 +32,12 @@ class Sending:
 
     An ``error`` ends it early; ``again``: the peer may fetch anew. ``streamed``: its prefill was under way
     when it began. ``in_flight``: bytes by id of its batches. ``due_reported``: for how many chunks the peer
-    knows that P can use slots; None: all. ``meter`` measures the link. ``unsettled``: generations of landing
-    slots that are not quiescent. ``timer`` fires at the deadline.
+    knows that P can use slots; None: all. ``unsettled``: generations of landing slots that are not quiescent.
+    ``timer`` fires at the deadline.
     """
 
     key: TransferKey
-    peer: str
+    path: SendPath
     outbox: ProbeOutbox | SlotOutbox
     deadline: float
     started_at: float
@@ -52,18 +53,12 @@ class Sending:
     again: bool = False
     due_reported: int | None = None
     unsettled: list[int] = field(default_factory=list)
-    meter: LinkMeter | None = None
     timer: Timer | None = None
 
     def stop(self, reason: Reason, *, again: bool = False) -> None:
         """End it early, once its blocks are not read any more. The first reason is the one reported."""
         if not self.error:
             self.error, self.again = reason, again
-
-    @property
-    def lane(self) -> str:
-        """The lane of its link, "unknown" before the link is measured."""
-        return "unknown" if self.meter is None else self.meter.found.lane
 
     @property
     def epoch(self) -> int:
@@ -73,7 +68,7 @@ class Sending:
     @property
     def answer(self) -> Written:
         """The message to the peer about this sending, which has ended."""
-        held = None if self.error or self.lease is None else self.lease.held
+        lease = None if self.error else self.lease
         return Written(
             transfer_id=self.key[1],
             ok=not self.error,
@@ -85,8 +80,8 @@ class Sending:
             again=self.again and not self.unsettled,
             epoch=self.epoch,
             unsettled=tuple(self.unsettled),
-            attachment=b"" if held is None else held.order.attachment,
-            on_device=held is not None and held.kept is not None and held.kept.on_device,
+            attachment=b"" if lease is None or lease.order is None else lease.order.attachment,
+            on_device=lease is not None and lease.kept is not None and lease.kept.on_device,
         )
 
     @property
@@ -183,9 +178,9 @@ class Sender:
         elif parcel is not None and not sending.error:
             self._arrived(sending, parcel)
             self._metrics.chunk_seconds.observe(completion.seconds)
-            if sending.meter is not None:
-                is_alone = all(other.peer == sending.peer for other in self._batches.values())
-                sending.meter.moved(completion, now, is_alone=is_alone, unfinished_at=self._polled_at)
+            if (meter := sending.path.meter) is not None:
+                is_alone = all(other.path.name == sending.path.name for other in self._batches.values())
+                meter.moved(completion, now, is_alone=is_alone, unfinished_at=self._polled_at)
 
     def advance(self, now: float) -> list[Sending]:
         """Pack and submit. Returns, and forgets, the sendings that have ended."""
@@ -239,11 +234,12 @@ class Sender:
         """Submit batches while the engine's bounds and P's own allow."""
         in_flight: Counter[str] = Counter()
         for sending in self.active.values():
-            in_flight[sending.peer] += len(sending.in_flight)
+            in_flight[sending.path.name] += len(sending.in_flight)
         most = self._engine.capabilities.max_batches_per_peer
         for sending in self.active.values():
-            while in_flight[sending.peer] < most and self._submit_next(sending, in_flight[sending.peer], now):
-                in_flight[sending.peer] += 1
+            peer = sending.path.name
+            while in_flight[peer] < most and self._submit_next(sending, in_flight[peer], now):
+                in_flight[peer] += 1
 
     def _submit_next(self, sending: Sending, under_way: int, now: float) -> bool:
         """Submit a sending's next batch, if there is room; ``under_way``: batches in flight to its peer."""
@@ -256,7 +252,7 @@ class Sender:
             return False
         batch = Batch(
             batch_id=next(self._batch_ids),
-            peer=sending.peer,
+            peer=sending.path.name,
             source=source,
             target=target,
             total_bytes=length,

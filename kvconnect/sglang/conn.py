@@ -85,10 +85,14 @@ class KVConnectManager(BaseKVManager):
         ranks = sorted(where for of, *where in addresses if of == group)
         # Before any peer asks, which may be before the first orders.
         self.worker.transfer.know_ranks(RankAddress(*where) for where in ranks)
-        times: dict[str, Any] = {"lease_s": config.extra.lease_s, "clock": time.monotonic}
-        times["bootstrap_timeout_s"] = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
-        is_same = is_latent and tensor > 1
-        self.ledger = RoomLedger(self.worker, pools, aux, **times, replicated=is_same)
+        self.ledger = RoomLedger(
+            self.worker,
+            pools,
+            aux,
+            bootstrap_timeout_s=envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            clock=time.monotonic,
+            replicated=is_latent and tensor > 1,
+        )
         self.page_bytes = pools.page_bytes
         self.directory = PrefillDirectory(trust, config.extra.handshake_timeout_s)
         if getattr(server_args, "enable_metrics", False):

@@ -89,13 +89,12 @@ class RoomLedger:
         pools: RankPools,
         aux: AttachedRows,
         *,
-        lease_s: float,
         bootstrap_timeout_s: float,
         clock: Callable[[], float],
         replicated: bool = False,
     ) -> None:
         self._worker, self._pools, self._aux, self._clock = worker, pools, aux, clock
-        self._lease_s, self._bootstrap_timeout_s, self._replicated = lease_s, bootstrap_timeout_s, replicated
+        self._bootstrap_timeout_s, self._replicated = bootstrap_timeout_s, replicated
         self._draft = OrdersDraft([], clock)
         self._prefill: dict[str, PrefillRoom] = {}
         self._decode: dict[str, DecodeRoom] = {}
@@ -145,7 +144,7 @@ class RoomLedger:
             self.fail(room, Cause.BLOCKS(str(error)))
             return
         room.is_held = True
-        held = room.handle, room.handle, num_tokens, groups, self._lease_s, self._draft.step
+        held = room.handle, room.handle, num_tokens, groups, self._draft.step
         self._draft.holds.append(Hold(*held, self._aux.read(aux_index)))
         self._order()
 

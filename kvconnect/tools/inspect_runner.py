@@ -154,7 +154,7 @@ def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: Address) -
     for _ in range(_MOST_TIMELINE_PAGES):
         reply = ask(extra, keyring, address, TIMELINE, TimelinePage, argument)
         page = reply.value
-        records += page.records()
+        records += page.records
         low, high = max(low, page.clock_s - reply.answered_at), min(high, page.clock_s - reply.asked_at)
         if page.is_last or not records:
             break

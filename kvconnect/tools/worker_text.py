@@ -31,7 +31,7 @@ def text_of(address: str, described: Description, found: Inspection) -> Iterator
     }
     yield from (paragraph(f"{what:<9}", text, 9) for what, text in head.items() if text)
     leases = ((one.request_id or one.digest, one) for one in found.leases)
-    yield from _section("leases", leases, counts["leases"] + counts["streaming_prefills"])
+    yield from _section("leases", leases, counts["leases"] + counts["expected"])
     loads = (
         (f"{one.request_id} from {one.engine_id or 'any engine'} at {one.address}", one)
         for one in found.loads

@@ -9,6 +9,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.identity import MAX_NAMES
@@ -64,13 +65,14 @@ class InboundPeer:
     """One connection that a peer opened to this worker, from ``host`` if the channel knows the address.
 
     ``disagrees``: this node's weights were replaced after the greeting, and the peer has others. ``names``:
-    how many names P still looks up for it.
+    how many names P still looks up for it. ``path``: P's ``SendPath`` to it, once it has asked for KV.
     """
 
     session: Session
     host: str = ""
     disagrees: Reason | None = None
     names: NameAllowance = field(default_factory=NameAllowance)
+    path: Any = None
 
     @property
     def peer(self) -> Introduction:
@@ -104,10 +106,7 @@ class Service:
         return ()
 
     def met(self, link: str) -> None:
-        """A peer has introduced itself, perhaps anew, and with another engine card than before."""
-
-    def forgotten(self, link: str) -> None:
-        """A connection has ended."""
+        """A peer has introduced itself, perhaps anew."""
 
     def serve(self, link: str, inbound: InboundPeer, message: Message, now: float) -> None:
         """Answer a message, now or later."""
@@ -159,7 +158,7 @@ class InboundPeers:
             self._handle(link, inbound, event, now)
         self._context.send(link, inbound.session.outgoing(), inbound)
         if inbound.session.state is SessionState.ENDED:
-            self._forget(link)
+            self._peers.pop(link, None)
 
     def send(self, link: str, message: Message) -> None:
         """Send a message over a connection, if that is open and ready."""
@@ -186,7 +185,8 @@ class InboundPeers:
     def _handle(self, link: str, inbound: InboundPeer, event: Event, now: float) -> None:
         match event:
             case Hello():
-                inbound.disagrees = None
+                # Its engine card may be another than before.
+                inbound.disagrees = inbound.path = None
                 self._repeats.succeeded(str(inbound))
                 self._keep(link, inbound)
                 self.service.met(link)
@@ -213,15 +213,10 @@ class InboundPeers:
             idle = next((name for name in self._peers if name not in in_use), None)
             if idle is None:
                 break
-            self._forget(idle)
+            del self._peers[idle]
         self._peers[link] = inbound
 
     def _reply(self, link: str, inbound: InboundPeer, answer: Answer) -> None:
         """Send an answer, also to a peer that has not introduced itself and is not kept."""
         inbound.session.answer(answer)
         self._context.send(link, inbound.session.outgoing(), inbound)
-
-    def _forget(self, link: str) -> None:
-        """Drop a connection that has ended, if it was kept."""
-        if self._peers.pop(link, None) is not None:
-            self.service.forgotten(link)

@@ -56,7 +56,7 @@ class Withdraw(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Hold these blocks until they were fetched or ``lease_s`` seconds passed; then report the request sent.
+    """Hold these blocks until they were fetched or their lease is over; then report the request sent.
 
     The device computes the last of the tokens in ``step``, as the orders of steps are numbered. D receives
     the ``attachment``, at most ``MAX_ATTACHMENT_BYTES``, once all KV has arrived.
@@ -66,7 +66,6 @@ class Hold(msgspec.Struct, frozen=True):
     handle: str
     num_tokens: int
     groups: tuple[GroupBlocks, ...]
-    lease_s: float
     step: int
     attachment: bytes = b""
 

@@ -6,7 +6,6 @@ They come from a client: no field is trusted beyond its type and size, except a 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from kvconnect.addresses import split_address
 from kvconnect.config import RELEASE_KEY
 from kvconnect.errors import PeerError
 from kvconnect.outcome import Cause, Reason
-from kvconnect.peer.handles import PROMPT_BYTES, Claims, Handles, Host, NumTokens, Port
+from kvconnect.peer.handles import Claims, Handles, Host, NumTokens, Port
 from kvconnect.peer.messages import LONGEST_HANDLE
 from kvconnect.transfer.orders import PeerKey
 from kvconnect.transfer.stack import RequestView
@@ -44,7 +43,7 @@ _MOST_SOURCES = 64
 MOST_LATER_PROMPTS = 256
 NO_REQUEST = (
     "no request is held under this handle on the prefill node: its lease is over, its prefill was aborted, "
-    "or the node was restarted"
+    "the node was restarted, or its prompt for the same transfer id is another one"
 )
 
 _TRANSFER_PREFIX = "transfer:"
@@ -69,8 +68,6 @@ _FIELDS: Mapping[str, tuple[Any, str]] = {
     "remote_num_tokens": (NumTokens, "a number of tokens, at least 1"),
 }
 """The fields that are read: the type of each, and how an error names the accepted values."""
-
-_PROMPT = re.compile(f"[0-9a-f]{{{2 * PROMPT_BYTES}}}")
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
@@ -160,15 +157,6 @@ def read_sources(params: Mapping[str, Any]) -> list[tuple[str, int]]:
 def transfer_name(handle: str) -> str:
     """A transfer id's name in a signed handle: a digest, as the id may be too long for a handle."""
     return _TRANSFER_PREFIX + hashlib.sha256(handle.encode()).hexdigest()[:32]
-
-
-def announced_id(handle: str) -> str:
-    """The router's transfer id within a handle, of any prompt; empty for other handles."""
-    if not handle.startswith(_TRANSFER_PREFIX):
-        return ""
-    name = handle.removeprefix(_TRANSFER_PREFIX)
-    prompt, colon, transfer_id = name.partition(":")
-    return transfer_id if colon and _PROMPT.fullmatch(prompt) else name
 
 
 def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> RemotePrefill:

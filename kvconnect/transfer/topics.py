@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _HEADER_BYTES = 4096
 _MOST_WAITING = 64
 _PAUSE_S = 0.05
-"""Seconds between answers: a page of the timeline takes 10 to 16 ms."""
+"""Seconds between answers: a page of the timeline takes some milliseconds."""
 
 Reader = Callable[[str], bytes]
 """Takes the question's argument. An exception becomes the answer's error."""

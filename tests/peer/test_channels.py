@@ -40,7 +40,8 @@ def make_channel(request, tmp_path):
         return channel
 
     yield make
-    for channel in made:
+    # Twice is allowed.
+    for channel in (*made, *made):
         channel.close()
 
 
@@ -86,15 +87,6 @@ def test_a_port_that_nobody_listens_on_is_refused(make_channel):
     assert LinkLost("p", PeerLoss.PROCESS_GONE) in arrivals(client, 1)
 
 
-def test_a_peer_that_closes_is_noticed(make_channel):
-    server, client = make_channel(), make_channel()
-    client.connect("p", "127.0.0.1", server.port)
-    client.send("p", b"x")
-    arrivals(server, 1)
-    server.close()
-    assert LinkLost("p", PeerLoss.PROCESS_GONE) in arrivals(client, 1)
-
-
 @pytest.mark.parametrize("sleep_s", [0.0, 0.3])
 def test_what_a_peer_said_before_it_ended_is_heard(make_channel, sleep_s):
     server, client = make_channel(), make_channel()
@@ -119,12 +111,6 @@ def test_dropped_links_are_silent(make_channel):
     client.drop("p")
     server.send(frame.link, b"late")
     assert arrivals(client, 1, timeout_s=0.3) == []
-
-
-def test_closing_twice_is_allowed(make_channel):
-    channel = make_channel()
-    channel.close()
-    channel.close()
 
 
 def zmq_channel(keyring=None, port=0, allowed=(), count=lambda reason: None, **limits):

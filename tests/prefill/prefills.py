@@ -68,7 +68,6 @@ class Prefill:
             "handle": self.handle,
             "num_tokens": self.num_tokens,
             "groups": (GroupBlocks(0, 0, self.source),),
-            "lease_s": self.pair.config.lease_s,
             "step": 0,
         }
         self.order(ready, holds=(Hold(**{**fields, **changes}),))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
+from kvconnect.peer.messages import Fetch
+from kvconnect.prefill.pending_fetches import PendingFetch
 from kvconnect.transfer.orders import LetGo, Orders, Withdraw
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
@@ -27,22 +25,6 @@ def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
 def let_go(pair, handle=HANDLE, engine_id="P"):
     order = LetGo(handle, (engine_id, "h", pair.prefill.channel.port))
     pair.decode.order(Orders(let_go=(order,)))
-
-
-@pytest.mark.parametrize("known_by", ["hold", "expect"])
-def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name(pair, known_by):
-    ours, theirs = (f"transfer:{prompt * 32}:t1" for prompt in "ab")
-    if known_by == "hold":
-        pair.hold("now", P_IDS, theirs)
-    else:
-        expect(pair, theirs)
-    pair.load("a", D_IDS, ours)
-    pair.run(ExtraConfig().early_fetch_s / 2)
-    assert not pair.decode.received, "one id may be of several prompts"
-    pair.run(ExtraConfig().early_fetch_s)
-    assert "has this transfer id with another prompt" in pair.decode.failed["a"]
-    failures = pair.decode.metrics.failures.values()
-    assert (failures.get(("prompt_differs",)), failures.get(("load",))) == (1, None)
 
 
 @pytest.mark.parametrize("first", ["expect", "fetch"])
@@ -85,7 +67,7 @@ def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     pair.hold("a", P_IDS, ready=lambda: bool(done))
     pair.settle()
     assert pair.prefill.transfers.prefill.has_work, "nobody wakes it when the device is done"
-    assert not pair.prefill.transfers.prefill.pending.expected
+    assert not pair.prefill.transfers.prefill.book.expected
     done.append(True)
     pair.settle()
     assert pair.decode.received == ["a"]
@@ -150,18 +132,27 @@ def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     assert pair.prefill.sent == ["a"]
     let_go(pair, "made up")
     pair.run(1)
-    assert pair.prefill.transfers.prefill.pending.let_go
+    assert pair.prefill.transfers.prefill.book.early
     pair.run(ExtraConfig().early_fetch_s)
     pair.assert_idle()
 
 
 def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     pair = Pair()
-    waiting = pair.prefill.transfers.prefill.pending
-    waiting.refuse(HANDLE, ("D", "1", 0), 2, 0.0)
-    waiting.refuse(HANDLE, ("X", "1", 0), 1, 0.0)
-    said = waiting.hold(HANDLE)
-    assert (said.owner, said.consumers, said.ranks) == ("D", 2, {("D", "1", 0)})
+    book = pair.prefill.transfers.prefill.book
+    for engine_id, consumers in (("D", 2), ("X", 1)):
+        book.release(book.spoken_of(HANDLE, 0.0), (engine_id, "1", 0), consumers, 0.0)
+    lease = book.expect(HANDLE)
+    assert (lease.owner, lease.consumers, lease.finished) == ("D", 2, {("D", "1", 0)})
+
+
+def test_fetches_of_a_link_that_is_measured_are_looked_at_and_those_of_others_not():
+    pending = Pair().prefill.transfers.prefill.pending
+    assert pending.admit(PendingFetch("link", Fetch(1, HANDLE, 20, 1, 30.0), 0.0), 0.0) is None
+    pending.touch_link("another")
+    assert not pending.touched
+    pending.touch_link("link")
+    assert [early.key for early in pending.take_touched()] == [("link", 1)]
 
 
 @pytest.mark.parametrize("num_tokens", [11, 13])
@@ -200,8 +191,8 @@ def test_what_waits_is_bounded():
         pair.load(f"r{n}", (n + 1,), handle=f"h{n}")
         let_go(pair, f"other{n}")
     pair.run(0.1)
-    waiting = pair.prefill.transfers.prefill.pending
-    assert (len(waiting.expected), len(waiting.fetches), len(waiting.let_go)) == (2, 2, 2)
+    book, fetches = pair.prefill.transfers.prefill.book, pair.prefill.transfers.prefill.pending.fetches
+    assert (len(book.expected), len(fetches), len(book.early)) == (2, 2, 2)
     assert pair.prefill.count("failures", reason="max_leases") == 2
     assert sum("fetches wait at the prefill node already" in why for why in pair.decode.failed.values()) == 2
     for n in range(4):
@@ -217,41 +208,3 @@ def test_what_the_scheduler_half_met_is_counted_once():
     pair.prefill.order(Orders(failures=("transfer_id", "transfer_id")))
     pair.run()
     assert pair.prefill.count("failures", reason="transfer_id") == 2
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1))
-def test_in_whatever_order_both_sides_speak_everything_ends_and_is_forgotten(seed):
-    """Every prefill is expected, then held or withdrawn; every load is ordered once, some are aborted."""
-    rng = random.Random(seed)
-    pair = Pair()
-    source, target = iter(rng.sample(range(1, 40), 16)), iter(rng.sample(range(1, 50), 16))
-    blocks, ends, steps = {}, {}, []
-    for name in [f"r{n}" for n in range(rng.randint(1, 6))]:
-        blocks[name] = (next(source), next(source)), (next(target), next(target))
-        ends[name] = rng.choice(["held", "held", "withdrawn"])
-        handle, asks = f"handle-{name}", rng.choice(["load", "load", "abort", "let go"])
-        prefill = [
-            lambda handle=handle: expect(pair, handle),
-            (lambda name=name: pair.hold(name, blocks[name][0]))
-            if ends[name] == "held"
-            else (lambda handle=handle: withdraw(pair, handle)),
-        ]
-        decode = [lambda handle=handle: let_go(pair, handle)]
-        if asks != "let go":
-            decode = [lambda name=name: pair.load(name, blocks[name][1])]
-        if asks == "abort":
-            decode.append(lambda name=name: pair.abort(name))
-        steps += [prefill, decode]
-    while any(steps):
-        rng.choice([step for step in steps if step]).pop(0)()
-        if rng.random() < 0.5:
-            pair.run(rng.choice([0.0, 0.1, 1.0, 4.0]), step_s=0.25)
-    pair.run(40, step_s=0.5)
-    held = [name for name, end in ends.items() if end == "held"]
-    assert sorted(pair.prefill.sent) == sorted(held)
-    assert len(pair.decode.received) == len(set(pair.decode.received))
-    for name in set(pair.decode.received) - set(pair.decode.failed):
-        assert name in held
-        assert pair.landed(*blocks[name])
-    pair.assert_idle()

@@ -49,6 +49,11 @@ def arrives(pair, prefill, **changes):
     assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
 
 
+def let_go(worker, pair, handle):
+    """A worker of D will not fetch under a handle."""
+    worker.order(Orders(let_go=(LetGo(handle, ("P", "h", pair.prefill.channel.port)),)))
+
+
 def chunks_landed(pair):
     return [landed.chunk for landed in pair.network.heard(Landed)]
 
@@ -56,8 +61,6 @@ def chunks_landed(pair):
 def idle(pair):
     pair.settle(2)
     pair.assert_idle()
-    for worker in pair.workers:
-        assert not worker.transfers.prefill.book.streaming
 
 
 def test_chunks_land_as_they_are_computed(pair):
@@ -269,9 +272,7 @@ def test_progress_that_does_not_follow_is_not_sent_and_the_request_still_is(pair
 
 def test_another_engine_gets_nothing_of_what_is_being_sent(pair):
     prefill = begun(pair, 20)
-    other = pair.add("X")
-    order = LetGo(prefill.handle, ("P", "h", pair.prefill.channel.port))
-    other.order(Orders(let_go=(order,)))
+    let_go(pair.add("X"), pair, prefill.handle)
     pair.settle()
     arrives(pair, prefill)
 
@@ -306,7 +307,7 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
         assert f"r{number}" in pair.decode.failed
         assert not pair.prefill.transfers.prefill.sender.sendings
         # Whoever fails lets go of the handle, and of this one it is not to be taken.
-        pair.prefill.transfers.prefill.pending.let_go.clear()
+        pair.prefill.transfers.prefill.book.expected[prefill.handle].finished.clear()
     prefill.withdraw()
     pair.run(6)
     idle(pair)
@@ -314,8 +315,9 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
-def test_whatever_happens_to_prefills_under_way_what_is_reported_is_true(seed):
-    """Several at a time: they go on, are preempted, withdrawn or held; D asks sooner or later, or aborts."""
+def test_whatever_happens_to_prefills_what_is_reported_is_true_and_everything_is_forgotten(seed):
+    """Several at a time: they begin, go on, are preempted, withdrawn or held; D asks sooner or later, even
+    before they begin, or aborts, or lets go."""
     rng = random.Random(seed)
     pair = Pair(
         ExtraConfig(num_slots=rng.choice([1, 2, 6])),
@@ -324,44 +326,55 @@ def test_whatever_happens_to_prefills_under_way_what_is_reported_is_true(seed):
         decode_blocks=60,
     )
     source, target = iter(rng.sample(range(1, 120), 119)), iter(rng.sample(range(1, 60), 59))
-    prefills, targets, ended = {}, {}, {}
+    plans, targets, prefills, ended = {}, {}, {}, {}
     for name in [f"r{n}" for n in range(rng.randint(1, 4))]:
         blocks = rng.randint(1, 8)
-        tokens = rng.randint(4 * blocks - 3, 4 * blocks)
-        prefills[name] = Prefill(
-            pair, tuple(next(source) for _ in range(blocks)), tokens, handle=f"handle-{name}"
-        )
+        plans[name] = tuple(next(source) for _ in range(blocks)), rng.randint(4 * blocks - 3, 4 * blocks)
         targets[name] = tuple(next(target) for _ in range(blocks))
-    asked, aborted = set(), set()
+    asked, aborted, early, unwanted = set(), set(), set(), set()
+    longest_s = rng.choice([1.0, 4.0])
+
+    def begin(name):
+        prefills[name] = Prefill(pair, *plans[name], handle=f"handle-{name}")
+
     with SlowKernels("source", "target") as kernels:
         kernels.slow = rng.random() < 0.5
         for _ in range(rng.randint(5, 40)):
-            name = rng.choice(list(prefills))
-            prefill = prefills[name]
-            match rng.choice(["on", "on", "on", "lose", "end", "ask", "ask", "abort"]):
-                case "ask" if name not in asked:
+            name = rng.choice(list(plans))
+            prefill = prefills.get(name)
+            is_running = prefill is not None and name not in ended
+            match rng.choice(["begin", "on", "on", "on", "lose", "end", "ask", "ask", "abort", "let go"]):
+                case "begin" if prefill is None:
+                    begin(name)
+                case "ask" if name not in asked | unwanted:
                     asked.add(name)
-                    pair.load(name, targets[name], num_tokens=prefill.num_tokens)
+                    early |= {name} - set(prefills)
+                    pair.load(name, targets[name], num_tokens=plans[name][1])
+                case "let go" if name not in asked | unwanted:
+                    unwanted.add(name)
+                    let_go(pair.decode, pair, f"handle-{name}")
                 case "abort" if name in asked:
                     aborted.add(name)
                     pair.abort(name)
-                case "on" if name not in ended:
+                case "on" if is_running:
                     prefill.to(rng.randint(prefill.computed, prefill.num_tokens))
-                case "lose" if name not in ended and rng.random() < 0.4:
+                case "lose" if is_running and rng.random() < 0.4:
                     prefill.lose(tuple(next(source, 1) for _ in prefill.source))
                     if 1 in prefill.source:
                         prefill.withdraw()
                         ended[name] = "withdrawn"
-                case "end" if name not in ended and rng.random() < 0.3:
+                case "end" if is_running and rng.random() < 0.3:
                     ended[name] = rng.choice(["held", "held", "withdrawn"])
                     prefill.hold(name) if ended[name] == "held" else prefill.withdraw()
                     if ended[name] == "withdrawn":
                         prefill.noise()
             kernels.finish(rng.choice([0, 1, 5]))
             if rng.random() < 0.7:
-                pair.run(rng.choice([0.0, 0.0, 0.1, 1.0]), step_s=0.5)
+                pair.run(rng.choice([0.0, 0.0, 0.1, longest_s]), step_s=0.5)
         kernels.slow = False
-        for name in prefills:
+        for name in plans:
+            if name not in prefills:
+                begin(name)
             if name not in ended:
                 ended[name] = "held"
                 prefills[name].hold(name)
@@ -374,7 +387,8 @@ def test_whatever_happens_to_prefills_under_way_what_is_reported_is_true(seed):
     assert sorted(pair.decode.received) == sorted(asked)
     for name in asked:
         if name in pair.decode.failed:
-            assert name in aborted or ended[name] != "held" or "preempted" in pair.decode.failed[name]
+            is_known = name in aborted | early or ended[name] != "held"
+            assert is_known or "preempted" in pair.decode.failed[name]
         else:
             assert prefills[name].landed(targets[name])
     idle(pair)

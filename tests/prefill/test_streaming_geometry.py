@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import div_ceil
-from kvconnect.peer.messages import Landed
-from kvconnect.plan.blocks import WHOLE, GroupBlocks
+from kvconnect.peer.messages import Fetch, Landed
+from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
 from kvconnect.plan.wire import Wire, WireStream
 from kvconnect.prefill.leases import Lease
@@ -96,7 +96,6 @@ class SteppedPrefill:
         self.hold()
         self.ranks.run_until_received(1)
         self.ranks.check_landed(self.truth, blocks, others)
-        assert all(not worker.transfers.prefill.book.streaming for worker in self.ranks.prefill)
         self.ranks.assert_idle()
 
     def hold(self) -> None:
@@ -105,8 +104,7 @@ class SteppedPrefill:
         for kind, group in sorted(self.groups.items(), key=lambda item: item[1]):
             left, ids = self.left(kind, self.num_tokens), self.blocks[kind].block_ids
             groups.append(GroupBlocks(group, 0, (0,) * left + ids[left:]))
-        lease_s = self.ranks.config.lease_s
-        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), lease_s, 0),))
+        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), 0),))
 
 
 @settings(max_examples=80)
@@ -179,12 +177,17 @@ def test_what_a_window_has_left_is_not_read_any_more():
 def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
     stream = WireStream("l", 0, 0, False, 0, None, row_tokens=4, head_bytes=64, width_bytes=64, word_bytes=8)
     packer = SimpleNamespace(chunker=Chunker(Wire("pages", (stream,))))
-    lease = Lease("handle", 11)
+    path = SimpleNamespace(
+        packer_of=lambda kept: packer, name="D", mapped=None, coding=None, slot_bytes=1 << 20
+    )
+    local = SimpleNamespace(table=SimpleNamespace(groups=()), send=SlotPool((), 0, 1))
+    lease = Lease("handle", None, 11)
     chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
 
     def due(ready_tokens, chunks):
-        lease.streamed.ready_tokens = ready_tokens
-        return SlotOutbox(lease, packer, (), chunks, WHOLE, SlotPool((), 0, 1), "D", lambda *event: None).due
+        lease.ready_tokens = ready_tokens
+        fetch = Fetch(1, "handle", 11, 1, 30.0, tuple(chunks))
+        return SlotOutbox(lease, path, local, fetch, lambda *event: None).due
 
     assert [due(7, chunks), due(8, chunks)] == [0, 1]
     assert [due(10, chunks[1:]), due(11, chunks[1:])] == [0, 1], "the last row is never full"

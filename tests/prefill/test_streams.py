@@ -49,7 +49,8 @@ def test_states_and_what_is_beyond_the_prompt_are_not_told():
     go_on(prefill, "p", 100, ([5], [7, 8, 9, 10], [1, 2, 3]))
     go_on(prefill, "p", 101, ([6], [11], [4, 0, 6]))
     assert prefill.build_orders().progress == (
-        progress((1, 0, (7, 8, 9)), (2, 0, (1, 2, 3, 4, 0)), tokens=39, computed=39),
+        progress((1, 0, (7, 8, 9)), (2, 0, (1, 2, 3)), tokens=39, computed=39),
+        progress((2, 3, (4, 0)), tokens=39, computed=39),
     )
     go_on(prefill, "p", 102, ([6], [12], [13]))
     assert not prefill.build_orders()

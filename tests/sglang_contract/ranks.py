@@ -110,7 +110,6 @@ class Rank:
             self.worker,
             self.pools,
             AttachedRows(self.args.aux_data_ptrs, self.args.aux_item_lens),
-            lease_s=config.extra.lease_s,
             bootstrap_timeout_s=timeout_s,
             clock=time.monotonic,
             replicated=heads is None and size > 1,

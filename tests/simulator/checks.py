@@ -86,9 +86,9 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("unreported parks", len(owed.parks)),
             ("finds", len(decode.finds)),
             ("leases", len(prefill.leases)),
-            ("expected prefills", len(prefill.pending.expected)),
-            ("waiting fetches", len(prefill.pending)),
-            ("streaming prefills", len(prefill.book.streaming)),
+            ("expected prefills", len(prefill.book.expected)),
+            ("waiting fetches", len(prefill.pending.fetches)),
+            ("early words of peers", len(prefill.book.early)),
             ("sendings", len(prefill.sender.sendings)),
             ("send slots", worker.send.taken),
             ("loads", len(decode.loads)),
@@ -440,10 +440,10 @@ class Checks:
         asked = sum([loading.admitted for loading in decode.loads.values()])
         sending = [one for one in prefill.sender.sendings.values() if one.in_flight]
         in_flight = sum([sum(one.in_flight.values()) for one in sending])
-        fetches, expected = len(prefill.pending.fetches), len(prefill.pending.expected)
+        fetches, expected = len(prefill.pending.fetches), len(prefill.book.expected)
         # A chunk and a calibration are one batch each, whatever their size; and each peer may have one.
         batch_bytes = max(worker.slot_bytes, worker.memory.scratch_bytes)
-        most_bytes = config.max_inflight_bytes + batch_bytes * len({one.peer for one in sending})
+        most_bytes = config.max_inflight_bytes + batch_bytes * len({one.path.name for one in sending})
         for what, found, most in (
             ("loads at once", asked, config.max_loads),
             ("bytes under way", in_flight, most_bytes),

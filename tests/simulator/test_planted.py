@@ -21,7 +21,7 @@ from kvconnect.offload.tier import DISK
 from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 from kvconnect.outcome import Cause
 from kvconnect.prefill.fetch_service import FetchService
-from kvconnect.prefill.leases import Held, Lease, LeaseBook
+from kvconnect.prefill.leases import Lease, LeaseBook
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.prefill.pending_fetches import PendingFetches
 from kvconnect.prefill.prefill_side import PrefillSide
@@ -175,7 +175,7 @@ def sends_before_it_is_computed(patch):
 
 def keeps_leases_for_ever(patch):
     """A lease that nobody asks for does not end."""
-    patch.setattr(Held, "expires_at", property(lambda self: 1e9, lambda self, time: None), raising=False)
+    patch.setattr(Lease, "expires_at", property(lambda self: 1e9, lambda self, time: None), raising=False)
 
 
 def sends_without_a_bound(patch):

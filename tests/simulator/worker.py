@@ -218,7 +218,7 @@ class SimWorker:
 
     def device_moved(self) -> None:
         """A kernel has run: nobody is told, but who looks all the time sees it, or looks just now."""
-        if self._is_polling or self.prefill.book.streaming:
+        if self._is_polling or self.prefill.book.expected:
             self.wake()
 
     def step(self) -> None:

@@ -27,7 +27,7 @@ DESCRIBED = Description(
     introduced=msgspec.Raw(b"\xc0"),
 )
 LONG = "cmpl-" + "\x1b[2J[red]" * 16 + "0"
-COUNTS = {"leases": 400, "streaming_prefills": 3, "loads": 1, "pending_fetches": 2}
+COUNTS = {"leases": 400, "expected": 3, "loads": 1, "pending_fetches": 2}
 
 
 def lease(number):

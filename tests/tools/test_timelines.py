@@ -167,8 +167,8 @@ def test_each_page_bounds_how_far_a_workers_clock_is_ahead(monkeypatch):
 
     def ask(*_):
         clock_s, asked_at, answered_at, is_last = next(times)
-        row, names = (clock_s, 0, 1, 1, 0, 0), (Moment.LATE, "")
-        page = TimelinePage(engine_id="P", rank=0, clock_s=clock_s, is_last=is_last, names=names, rows=(row,))
+        records = ((clock_s, Moment.LATE, "", "", 0, 0),)
+        page = TimelinePage(engine_id="P", rank=0, clock_s=clock_s, is_last=is_last, records=records)
         return Answered(page, asked_at, answered_at)
 
     monkeypatch.setattr(runner, "ask", ask)

@@ -285,9 +285,9 @@ class FakeWorker:
             assert not prefill.sender._batches
             assert not prefill.sender._in_flight_bytes
             assert not prefill.has_work
-            assert not prefill.pending
-            assert not prefill.pending.expected
-            assert not prefill.book.streaming
+            assert not prefill.pending.fetches
+            assert not prefill.book.expected
+            assert not prefill.book.early
         if (decode := self.transfers.decode) is not None:
             assert not decode.loads
             assert len(decode.rank_fetches) == 0
@@ -413,7 +413,6 @@ class Pair:
             handle or f"handle-{request}",
             len(block_ids) * BLOCK_TOKENS,
             (GroupBlocks(0, 0, block_ids),),
-            self.config.lease_s,
             0,
         )
         (worker or self.prefill).order(Orders(holds=(order,)), ready)

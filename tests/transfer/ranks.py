@@ -120,7 +120,7 @@ class Ranks:
         """A request that all ranks of P hold."""
         truth, blocks = self.computed(num_tokens, drop=drop)
         for worker in self.prefill:
-            order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s, 0)
+            order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), 0)
             worker.order(Orders(holds=(order,), directory=self.directory))
         return truth
 

@@ -300,7 +300,7 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     pair.start("a", source, target)
     pair.run(0.1)
     assert arena.view(arena.address, arena.length_bytes).eq(0x5A).all(), "written beyond a slot"
-    assert "15360 bytes, a slot of the prefill node has 1024" in pair.decode.failed["a"]
+    assert "15360 bytes, the slots have 1024" in pair.decode.failed["a"]
     pair.start("good", (50, 51), (60, 61))
     pair.settle()
     assert pair.landed((50, 51), (60, 61))
@@ -332,8 +332,8 @@ def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(pair, 
     staged = []
     path_to = pair.prefill.transfers.prefill.fetches.paths.path_to
 
-    def watched(link, inbound):
-        path = path_to(link, inbound)
+    def watched(inbound):
+        path = path_to(inbound)
         place = path.packer.chunker.place
         path.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
         return path

@@ -19,20 +19,16 @@ from tests.transfer.pair import D_IDS, FakeWorker, Pair
 
 def test_inbound_peers_that_all_were_in_use_make_room_once_they_are_not():
     links = [f"in:{number}" for number in range(10)]
-    forgotten = []
     config, metrics, timers = ExtraConfig(max_peers=4), Metrics(), Timers(print)
     peers = InboundPeers(TransferContext(config, None, None, None, metrics, None, timers))
     in_use = set(links)
-    peers.service = SimpleNamespace(
-        links_in_use=lambda: in_use, met=lambda link: None, forgotten=forgotten.append
-    )
+    peers.service = SimpleNamespace(links_in_use=lambda: in_use, met=lambda link: None)
     for link in links:
         peers._handle(link, SimpleNamespace(), Hello(PROTOCOL_VERSION, None), 0.0)
     assert len(peers) == 10
     in_use.clear()
     peers._handle("in:new", SimpleNamespace(), Hello(PROTOCOL_VERSION, None), 0.0)
-    assert len(peers) == 4
-    assert forgotten == links[:7]
+    assert [link for link, _ in peers] == [*links[7:], "in:new"]
 
 
 def test_nodes_of_one_role_each_build_no_part_of_the_other_and_hand_over():

@@ -89,7 +89,7 @@ def test_a_lost_peer_is_named_with_its_breaker_and_its_slots_are_in_quarantine(p
 
 def test_ten_thousand_leases_are_read_in_pages_that_take_little_time(pair):
     holds = [
-        Hold(f"request-{number}", f"the handle {number}", 2048, (GroupBlocks(0, 0, (1,) * 128),), 30.0, 0)
+        Hold(f"request-{number}", f"the handle {number}", 2048, (GroupBlocks(0, 0, (1,) * 128),), 0)
         for number in range(10_000)
     ]
     pair.prefill.order(Orders(holds=tuple(holds)))

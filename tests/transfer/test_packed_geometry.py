@@ -90,7 +90,7 @@ def test_what_a_window_sees_must_be_held():
     blocks = ranks.blocks("P", 100)
     nothing = (0,) * len(blocks["window"].block_ids)
     groups = (blocks["full"], GroupBlocks(1, 0, nothing))
-    ranks.prefill[0].order(Orders(holds=(Hold("a", "handle-a", 100, groups, 30.0, 0),)))
+    ranks.prefill[0].order(Orders(holds=(Hold("a", "handle-a", 100, groups, 0),)))
     ranks.fetched("a", 100)
     ranks.run_until_received(1)
     assert (

@@ -147,7 +147,7 @@ def test_questions_take_their_turns_and_only_so_many_wait():
 
 def test_what_a_worker_holds_is_read_over_the_side_channel(worker, capsys):
     groups = (GroupBlocks(0, 0, (1, 2)),)
-    holds = tuple(Hold(f"r{number}", f"h{number}", 2, groups, 60.0, 0) for number in range(600))
+    holds = tuple(Hold(f"r{number}", f"h{number}", 2, groups, 0) for number in range(600))
     worker.start(Orders(step=0, holds=holds))
     worker._tiers = lambda: {"host": {"records": 3}}
     address = ("127.0.0.1", worker.address().port)

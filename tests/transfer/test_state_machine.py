@@ -26,7 +26,7 @@ def loading():
 
 
 def test_the_first_reason_is_kept():
-    load, sending = loading(), Sending(("in:1", 1), "peer", ProbeOutbox(0, 0, 0, Traffic()), 1.0, 0.0)
+    load, sending = loading(), Sending(("in:1", 1), None, ProbeOutbox(0, 0, 0, Traffic()), 1.0, 0.0)
     sending.stop("first", again=True)
     for fail in (load.fail, sending.stop):
         fail("first")

@@ -19,7 +19,7 @@ from tests.vllm_contract import test_scheduler_hooks as hooks_kit
 
 EMPTY, BUSY = (SimpleNamespace(total_num_scheduled_tokens=count, preempted_req_ids=None) for count in (0, 3))
 LOAD = Orders(loads=(Load("r", "h", ("P", "x", 1), 4, (GroupBlocks(0, 0, (1,)),)),))
-HOLD = Orders(holds=(Hold("r", "h", 4, (), 1.0, 0),))
+HOLD = Orders(holds=(Hold("r", "h", 4, (), 0),))
 SEEK = Orders(offload=OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),)))
 CLEAR = Orders(offload=OffloadOrders(clear=True))
 
