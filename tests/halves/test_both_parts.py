@@ -23,7 +23,7 @@ from kvconnect.transfer.orders import (
 )
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.halves.test_scheduler_half import HANDLES, connector
-from tests.offload.half_kit import Kind, Stack
+from tests.offload.half_kit import Kind, Req, Stack
 from tests.offload.worker_kit import Rig
 
 FULL = (Kind(4),)
@@ -129,14 +129,14 @@ def test_reasons_to_count_of_both_parts_go_with_the_orders():
 
 
 def test_without_an_engine_or_without_offload():
-    stack, half = both()
+    _, half = both()
     nothing = SchedulerHalf()
     assert nothing.matched_tokens(object(), 0) == (0, False)
     assert not nothing.build_orders()
     only_transfer = SchedulerHalf(half.draft, half.prefill, half.decode)
     only_offload = SchedulerHalf(offload=half.offload)
     for mine in (only_transfer, only_offload):
-        request = request_of(stack, "r", range(64))
+        request = Req("r", range(64))
         mine.new_request(request, reads=False)
         assert mine.prefill_tokens(request) == 64
         assert mine.matched_tokens(request, 0) == (0, False)

@@ -32,8 +32,8 @@ class Kept(Endless):
         self.dense = set()
 
     def keep(self, request):
-        tokens, hit = request.tokens[:-1], sum(request.hits[0])
-        ends = self.boundaries(request.prompt) | {max(self.boundaries(len(tokens)), default=0)}
+        tokens, hit = request.token_ids[:-1], sum(request.hits[0])
+        ends = self.boundaries(request.num_prompt_tokens) | {max(self.boundaries(len(tokens)), default=0)}
         for group in self.groups:
             for position in range(len(tokens) // group.block_tokens - group.is_draft):
                 if (position + 1) * group.block_tokens <= hit and not self.reads(group, position, hit):
@@ -102,7 +102,7 @@ def check_hits(kinds, align, prompts, checkpoint, max_new, tiers=()):
             stack.half.host.index.clear()
         if serial % 3 == 2:
             # The next turn of a talk: the answer is part of the prompt.
-            prompt = stack.done[-1].tokens + [99] * (serial % 5)
+            prompt = stack.done[-1].token_ids + [99] * (serial % 5)
         request = stack.add(f"r{serial}", prompt, max_new=max_new)
         stack.run(everything=True)
         hit = sum(request.hits[0])
@@ -153,7 +153,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "wait_s": st.sampled_from([0.02, 2.0]),
                 "decoded": st.booleans(),
                 "local": st.booleans(),
-                "reuses_at_once": st.booleans(),
                 "budget": st.sampled_from([7, 16, 40]),
             }
         ),
@@ -182,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = (prompt + [self.serial % 3] * (fresh % 4) + list(range(fresh)))[:70] or [1]
         self.prompts.append(prompt)
         name = f"r{self.serial % 5}"
-        if name not in self.stack.requests and name not in self.stack.loading:
+        if name not in self.stack.requests and name not in self.stack.kept:
             self.stack.add(name, prompt, max_new=new)
 
     @rule(count=st.integers(1, 6))
@@ -199,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stack.running)
     @rule()
     def preempt(self) -> None:
-        self.stack.preempts_next = True
+        self.stack._preempt(self.stack.running[-1])
 
     @rule()
     def forget_device_cache(self) -> None:
@@ -434,9 +433,8 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
     if stage in ("gathered", "ordered"):
         request = stack.add("first", range(64))
         while not len(stack.half._stores):
-            stack._schedule()
-            stack._tell()
-            stack._execute()
+            stack.compute(stack.schedule())
+            stack.hooks.tell()
         if stage == "ordered":
             stack.ranks.before_step(orders(stack))
     else:
@@ -445,7 +443,7 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
             stack.half.host.index.clear()
         request = stack.add("again", range(64))
         if stage == "restoring":
-            stack._schedule()
+            stack.schedule()
             stack.ranks.start(orders(stack))
         elif stage != "waiting":
             answer = stack.half.matched_tokens(request, 0)
@@ -510,8 +508,8 @@ def test_settings_bound_what_is_kept_and_restored(settings, hit):
     for kinds in (FULL, SLIDING, HYBRID):
         stack = stack_of(kinds, checkpoint_tokens=0, **settings)
         first = prefill(stack, "first", range(70), max_new=17)
-        assert len(first.tokens) == 87
-        assert sum(prefill(stack, "again", [*first.tokens, 5]).hits[0]) == hit
+        assert first.num_tokens == 87
+        assert sum(prefill(stack, "again", [*first.token_ids, 5]).hits[0]) == hit
 
 
 @pytest.mark.parametrize("most", [0, 20, 10**9, -1, "7", 3.5, True])
@@ -688,7 +686,7 @@ def test_blocks_that_follow_one_another_share_an_event(tier):
         request = requests[event.tokens[0] >= 500]
         first = request.hashes(4).index(event.hashes[0])
         assert event.parent == request.hashes(4)[first - 1]
-        assert event.tokens == request.tokens[4 * first : 4 * first + 12]
+        assert event.tokens == request.token_ids[4 * first : 4 * first + 12]
 
 
 def test_events_begin_with_what_the_disk_held_in_bounded_batches():
