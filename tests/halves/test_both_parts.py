@@ -95,7 +95,7 @@ def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
     (store,) = half.build_orders().offload.stores
     assert store.copies.block_ids == tuple(IDS[0])
     # It lost its blocks: its handle is spent, but what was kept of it is not.
-    stack.half.update_results(Results(offload=(OffloadReport(0, stored={store.job: ()}),)))
+    stack.half.update_results(Results(offload=(OffloadReport(0, done={store.job: ()}),)))
     half.preempted("fetched")
     stack.clock.now += 1
     assert half.matched_tokens(request, 0) == (56, True)
@@ -207,7 +207,7 @@ def test_without_a_transfer_part_somebody_still_counts():
 
 
 def test_results_of_both_parts_come_back_once():
-    report = OffloadReport(0, stored={3: ()})
+    report = OffloadReport(0, done={3: ()})
     transfer = Part(Results(sent=("a",), received=("b", "c"), failed={"c": "late"}))
     offload = Part(Results(received=("d", "e"), failed={"e": "copy"}, offload=(report,)))
     half = WorkerHalf(transfer, offload)

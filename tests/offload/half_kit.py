@@ -214,22 +214,21 @@ class Ranks:
         for rank in range(len(self.rows)):
             if rank in self.silent:
                 continue
-            told = {"stored": {}, "kept": [], "fetched": {}, "found": {}}
-            changes = []
+            self.ended, self.kept, self.changes = {}, [], []
             todo, self.todo[rank] = self.todo[rank], []
             self.rng.shuffle(todo)
             for kind, *job in todo:
                 if not everything and self.rng.random() < self.lag:
                     self.todo[rank].append((kind, *job))
                     continue
-                getattr(self, "_" + kind)(rank, told, changes, *job)
+                getattr(self, "_" + kind)(rank, *job)
             for tier in self.tiers if self.fail and self.rng.random() < 0.1 else ():
-                if kept := self.lower[rank][tier]:
-                    gone = self.rng.choice(sorted(kept))
-                    del kept[gone]
-                    changes.append(TierChange(tier, gone[0], (), (gone[1],)))
-            told["kept"] = tuple(told["kept"])
-            reports.append(OffloadReport(rank, self.cleared, **told, changes=tuple(changes)))
+                if there := self.lower[rank][tier]:
+                    group, name = self.rng.choice(sorted(there))
+                    del there[group, name]
+                    self.changes.append(TierChange(tier, group, (), (name,)))
+            told = self.ended, tuple(self.kept), tuple(self.changes)
+            reports.append(OffloadReport(rank, self.cleared, *told))
         self.rng.shuffle(reports)
         failed = {name: self.failed.pop(name) for name in self.received if name in self.failed}
         return Results(received=tuple(self.received), failed=failed, offload=tuple(r for r in reports if r))
@@ -241,7 +240,7 @@ class Ranks:
     def _breaks(self) -> bool:
         return self.rng.random() < self.fail
 
-    def _store(self, rank, told, changes, store, parts, cleared) -> None:
+    def _store(self, rank, store, parts, cleared) -> None:
         rows, bad, good = self.rows[rank], [], []
         for part in parts:
             _, place, held = part
@@ -250,23 +249,23 @@ class Ranks:
             (bad if broken else good).append(part)
             # Out of use until the job was kept.
             rows[place] = held if not broken else BUSY if store.keep else GARBAGE
-        told["stored"][store.job] = tuple(name for name, _, _ in bad)
+        self.ended[store.job] = tuple(name for name, _, _ in bad)
         if store.keep:
             self.todo[rank].append(("keep", store, bad, good, cleared))
 
-    def _keep(self, rank, told, changes, store, bad, good, cleared) -> None:
+    def _keep(self, rank, store, bad, good, cleared) -> None:
         """Unless all was cleared since the order."""
         for name, place, held in good if cleared == self.cleared else ():
             assert self.rows[rank][place] == held, "a row was reused while it was read"
             for tier in self.tiers if not self._breaks() else ():
                 self.lower[rank][tier][store.copies.group, name] = held
-                changes.append(TierChange(tier, store.copies.group, (name,)))
+                self.changes.append(TierChange(tier, store.copies.group, (name,)))
         for _, place, _ in bad:
             assert self.rows[rank][place] == BUSY
             self.rows[rank][place] = GARBAGE
-        told["kept"].append(store.job)
+        self.kept.append(store.job)
 
-    def _fetch(self, rank, told, changes, fetch) -> None:
+    def _fetch(self, rank, fetch) -> None:
         missing = []
         for name, place in zip(fetch.hashes, self.places(fetch.group, fetch.rows), strict=True):
             assert self.rows[rank][place] == BUSY
@@ -274,18 +273,18 @@ class Ranks:
             if fetch.tier == "store":
                 # It keeps no index: what is seen there is announced, and what is missed taken back.
                 seen = ((), (name,)) if held is None else ((name,), ())
-                changes.append(TierChange(fetch.tier, fetch.group, *seen))
+                self.changes.append(TierChange(fetch.tier, fetch.group, *seen))
             if held is None or self._breaks():
                 missing.append(name)
                 held = GARBAGE
             self.rows[rank][place] = held
-        told["fetched"][fetch.job] = tuple(missing)
+        self.ended[fetch.job] = tuple(missing)
 
-    def _seek(self, rank, told, changes, seek) -> None:
+    def _seek(self, rank, seek) -> None:
         kept = self.lower[rank][seek.tier]
-        told["found"][seek.job] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
+        self.ended[seek.job] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
 
-    def _restore(self, rank, told, changes, restore) -> None:
+    def _restore(self, rank, restore) -> None:
         request_id, breaks = restore.request_id, self._breaks()
         if breaks:
             self.failed.setdefault(request_id, "copy failed")

@@ -410,15 +410,15 @@ def test_reports_come_in_any_order_and_more_than_once():
     def report(*reports):
         stack.half.update_results(Results(offload=reports))
 
-    report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, stored={store.job: ()}))
-    report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
-    report(OffloadReport(1, stored={store.job: store.hashes}, kept=(store.job,)))
+    report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, done={store.job: ()}))
+    report(OffloadReport(1, done={store.job: (lost,), 999: ()}))
+    report(OffloadReport(1, done={store.job: store.hashes}, kept=(store.job,)))
     assert num_ready(stack.half.host.index, 0, store.hashes) == 0
-    report(OffloadReport(0, stored={store.job: ()}))
+    report(OffloadReport(0, done={store.job: ()}))
     assert num_ready(stack.half.host.index, 0, store.hashes) == 2
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
-    report(OffloadReport(0, kept=(store.job,), fetched={store.job: ()}))
+    report(OffloadReport(0, kept=(store.job,)))
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 0, 0)
     stack.half.request_finished(request, ids)
@@ -652,7 +652,7 @@ def test_what_a_disk_gets_after_the_last_request_is_heard_without_another_one(is
         stack.hear = lambda: None
     stack.add("last", range(64))
     keep = stack.ranks._keep
-    stack.ranks._keep = lambda rank, told, changes, *job: stack.ranks.todo[rank].append(("keep", *job))
+    stack.ranks._keep = lambda rank, *job: stack.ranks.todo[rank].append(("keep", *job))
     for _ in range(20):
         stack.step(everything=True)
     assert not stack.requests
@@ -744,8 +744,8 @@ def test_what_one_rank_has_read_and_another_missed_is_taken_back_and_announced_a
     half = stack_of(num_ranks=2, tiers=("store",)).half
     there = (TierChange("store", 0, (b"a",)),)
     job = half.host.jobs.open(JobKind.FETCH, 0, half.host.index.reserve(0, [b"a"])[0], tier="store")
-    read = OffloadReport(0, fetched={job.number: ()}, changes=there)
-    missed = OffloadReport(1, fetched={job.number: (b"a",)}, changes=(TierChange("store", 0, (), (b"a",)),))
+    read = OffloadReport(0, done={job.number: ()}, changes=there)
+    missed = OffloadReport(1, done={job.number: (b"a",)}, changes=(TierChange("store", 0, (), (b"a",)),))
     half.update_results(Results(offload=(missed, read) if last == 0 else (read, missed)))
     assert not half.take_events()
     half.update_results(Results(offload=(OffloadReport(0, changes=there), OffloadReport(1, changes=there))))

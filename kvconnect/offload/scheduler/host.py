@@ -254,12 +254,9 @@ _LONGEST_STEP_S = 1.0
 
 
 class JobKind(enum.Enum):
-    """What a job does with its contents of one group; the value is the field of ``OffloadReport`` for it."""
+    """What a job does with its contents of one group."""
 
-    STORE = "stored"
-    FETCH = "fetched"
-    SEEK = "found"
-    PARK = "parked"
+    STORE, FETCH, SEEK, PARK = range(4)
 
 
 @dataclass(eq=False)
@@ -330,16 +327,15 @@ class Jobs:
     def report(self, report: OffloadReport) -> tuple[Job, ...]:
         """The jobs that all ranks have done, or kept, as of this report. Repeated reports are ignored."""
         bit, ended = 1 << report.rank, {}
-        for kind in JobKind:
-            for number, named in getattr(report, kind.value).items():
-                job = self._jobs.get(number)
-                if job is None or job.kind is not kind or not job.unreported & bit:
-                    continue
-                job.unreported &= ~bit
-                job.named.update(named)
-                if not job.unreported:
-                    self.num_awaited -= not job.overdue
-                    ended[number] = job
+        for number, named in report.done.items():
+            job = self._jobs.get(number)
+            if job is None or not job.unreported & bit:
+                continue
+            job.unreported &= ~bit
+            job.named.update(named)
+            if not job.unreported:
+                self.num_awaited -= not job.overdue
+                ended[number] = job
         for number in report.kept:
             job = self._jobs.get(number)
             if job is not None and job.unkept & bit:
