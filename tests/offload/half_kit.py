@@ -615,22 +615,25 @@ class Stack(Scheduler):
         self.manager.pool._block_of.clear()
         self.manager.pool._key_of.clear()
 
-    def run(self, most_steps=3000, everything=False) -> None:
-        """Until every request has ended."""
-        steps = 0
-        while self.requests or self.kept:
+    def until(self, is_so, everything=True) -> None:
+        for _ in range(3000):
+            if is_so():
+                return
             self.step(everything)
-            steps += 1
-            assert steps < most_steps, "it hangs"
+        raise AssertionError("it hangs")
+
+    def end(self, request) -> None:
+        """Until a request has ended, whatever is under way then."""
+        self.until(lambda: request in self.done)
+
+    def run(self, everything=False) -> None:
+        """Until every request has ended."""
+        self.until(lambda: not self.requests and not self.kept, everything)
         self.settle()
 
-    def settle(self, most_steps=2000) -> None:
+    def settle(self) -> None:
         """Until nothing is under way."""
-        steps = 0
-        while not self.ranks.is_idle or self.half.pending:
-            self.step()
-            steps += 1
-            assert steps < most_steps, "it hangs"
+        self.until(lambda: self.ranks.is_idle and not self.half.pending, everything=False)
 
     def check_idle(self) -> None:
         """Nothing is remembered, pinned or under way."""

@@ -285,8 +285,7 @@ def test_no_hit_is_looked_for_again_once_something_was_stored_but_not_each_time(
     late = asking(stack, "late", range(64))
     assert stack.half.matched_tokens(late, 0) == (0, False)
     prefill_only = stack.add("first", range(64))
-    while prefill_only.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(prefill_only)
     stack.settle()
     asked_at = stack.clock.now
     stack.half.matched_tokens(late, 0)
@@ -332,10 +331,8 @@ def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
     prefill(stack, "first", range(64))
     stack.ranks.fail = 1.0
     request = stack.add("again", range(64))
-    while not request.hits:
-        stack.step(everything=True)
-    while stack.loading:
-        stack.step(everything=True)
+    stack.until(lambda: request.hits)
+    stack.until(lambda: not stack.loading)
     stack.ranks.fail = 0.0
     assert num_ready(stack.half.host.index, 0, request.hashes(4)) == 0
     assert stack.half.matched_tokens(request, 0) == (0, False)
@@ -368,22 +365,18 @@ def test_a_rank_that_never_answers_costs_wait_s_and_its_rows(tiers):
     stack.ranks.silent = {1}
     request = stack.add("again", range(64))
     began = stack.clock.now
-    while not request.hits:
-        stack.step(everything=True)
+    stack.until(lambda: request.hits)
     assert request.hits == [(0, 0)]
     assert 0.9 < stack.clock.now - began < 1.3
-    while request.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(request)
     # The next may wait for what this one stored, but nobody waits for the same a second time.
     for name, most_s in (("next", 1.3), ("third", 0.2)):
         began = stack.clock.now
         other = stack.add(name, range(64))
-        while not other.hits:
-            stack.step(everything=True)
+        stack.until(lambda hits=other.hits: hits)
         assert other.hits == [(0, 0)]
         assert stack.clock.now - began < most_s
-    while stack.requests:
-        stack.step(everything=True)
+    stack.until(lambda: not stack.requests)
     for _ in range(70):
         stack.clock.now += 1
         stack.step(everything=True)
@@ -473,8 +466,7 @@ def test_short_rows_are_passed_over_and_counted():
     request = asking(stack, "again", range(64))
     assert stack.half.matched_tokens(request, 0) == (56, True)
     other = stack.add("other", range(500, 600))
-    while other.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(other)
     stack.settle()
     assert failures(stack)["offload_rows_short"] >= 1
     stack.waiting.append(request)
@@ -626,8 +618,7 @@ def test_hits_are_told_by_where_they_came_from():
     names = stack.done[-1].hashes(4)
     stack.half.host.index.drop(0, names[8:])
     request = stack.add("again", range(64))
-    while not request.hits:
-        stack.step(everything=True)
+    stack.until(lambda: request.hits)
     assert stack.half.sources("again", 56) == {"disk": 24, "host": 32}
     assert stack.half.sources("again", 10) == {"disk": 10}
     stack.run()
@@ -658,8 +649,7 @@ def test_what_a_disk_gets_after_the_last_request_is_heard_without_another_one(is
     assert not stack.requests
     assert stack.half.pending == is_heard, "vLLM steps while it is pending"
     stack.ranks._keep = keep
-    while stack.half.pending:
-        stack.step(everything=True)
+    stack.until(lambda: not stack.half.pending)
     assert bool(stack.half.host.lower.counts()) == is_heard
     stack.ranks.silent = {0}
     stack.add("never kept", range(1000, 1064))
@@ -779,8 +769,7 @@ def test_restores_that_keep_failing_are_left_alone_for_a_while():
 def test_no_job_becomes_overdue_while_nothing_is_stepped():
     stack = stack_of()
     request = stack.add("r", range(64))
-    while request.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(request)
     stack.clock.now += 3600
     stack.settle()
     assert not failures(stack)
