@@ -103,30 +103,25 @@ class Lookup:
     """The prefix lookup of one request: first the contents that it waits for, then the tokens promised to it.
 
     Attributes:
+        deadline: from then on it waits for nothing, and looks in host memory alone: at last when it answered.
         waits_for: contents under way to host memory, and seek jobs by number, each with its tier; the tier is
             empty if another request stores the content.
-        was_asked: whether seek jobs were opened once.
         found, brought: contents that seek jobs found, by tier; and the tier of contents that were fetched.
         lost: contents that could not be fetched, and are not tried again.
-        is_settled: the lookup waits for nothing more, and looks in host memory alone.
         pins: contents pinned in host memory: those promised, or those already here while it waits.
-        is_answered: ``length`` tokens beyond ``start_tokens`` are promised, for a request of ``num_tokens``.
-        looked_at, version: when the answer was found, and the version of host memory then.
+        length: tokens beyond ``start_tokens`` that are promised to a request of ``num_tokens``, 0 before.
+        version: that of host memory when the answer was found.
     """
 
     deadline: float
     waits_for: dict[Content | int, str] = field(default_factory=dict)
-    was_asked: bool = False
     found: dict[str, set[Content]] = field(default_factory=dict)
     lost: set[Content] = field(default_factory=set)
     brought: dict[Content, str] = field(default_factory=dict)
-    is_settled: bool = False
     pins: Pins = field(default_factory=dict)
-    is_answered: bool = False
     start_tokens: int = 0
     num_tokens: int = 0
     length: int = 0
-    looked_at: float = 0.0
     version: int = 0
 
 
