@@ -252,20 +252,16 @@ class TierChange(msgspec.Struct, frozen=True, array_like=True):
 class OffloadReport(msgspec.Struct, frozen=True):
     """The results of one rank's tiers since its last report. Jobs come back exactly once in each list.
 
-    By job: ``stored`` has the hashes that failed, usually none; ``fetched`` the hashes that are missing or
-    damaged, whose rows are void, and ``parked`` those of a parked load; ``found`` the hashes that a tier has.
-    ``kept``: jobs whose rows no lower tier reads any more. ``cleared`` counts the clear orders carried out:
-    ``changes`` are later than these. While a rank ``is_recovering``, its tiers have more to report: contents
-    of before their start, or changes that one report has no room for.
+    ``done`` has by job the hashes whose rows are void, usually none, and of a ``Seek`` those that the tier
+    has. ``kept``: jobs whose rows no lower tier reads any more. ``cleared`` counts the clear orders carried
+    out: ``changes`` are later than these. While a rank ``is_recovering``, its tiers have more to report:
+    contents of before their start, or changes that one report has no room for.
     """
 
     rank: int
     cleared: int = 0
-    stored: Mapping[int, tuple[bytes, ...]] = {}
+    done: Mapping[int, tuple[bytes, ...]] = {}
     kept: tuple[int, ...] = ()
-    fetched: Mapping[int, tuple[bytes, ...]] = {}
-    found: Mapping[int, tuple[bytes, ...]] = {}
-    parked: Mapping[int, tuple[bytes, ...]] = {}
     changes: tuple[TierChange, ...] = ()
     is_recovering: bool = False
 

@@ -23,7 +23,7 @@ from kvconnect.transfer.orders import (
 )
 from kvconnect.transfer.stack import Computed, StateBlock, Step
 from tests.halves.test_scheduler_half import HANDLES, connector
-from tests.offload.half_kit import Kind, Stack
+from tests.offload.half_kit import Kind, Req, Stack
 from tests.offload.worker_kit import Rig
 
 FULL = (Kind(4),)
@@ -95,7 +95,7 @@ def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
     (store,) = half.build_orders().offload.stores
     assert store.copies.block_ids == tuple(IDS[0])
     # It lost its blocks: its handle is spent, but what was kept of it is not.
-    stack.half.update_results(Results(offload=(OffloadReport(0, stored={store.job: ()}),)))
+    stack.half.update_results(Results(offload=(OffloadReport(0, done={store.job: ()}),)))
     half.preempted("fetched")
     stack.clock.now += 1
     assert half.matched_tokens(request, 0) == (56, True)
@@ -129,14 +129,14 @@ def test_reasons_to_count_of_both_parts_go_with_the_orders():
 
 
 def test_without_an_engine_or_without_offload():
-    stack, half = both()
+    _, half = both()
     nothing = SchedulerHalf()
     assert nothing.matched_tokens(object(), 0) == (0, False)
     assert not nothing.build_orders()
     only_transfer = SchedulerHalf(half.draft, half.prefill, half.decode)
     only_offload = SchedulerHalf(offload=half.offload)
     for mine in (only_transfer, only_offload):
-        request = request_of(stack, "r", range(64))
+        request = Req("r", range(64))
         mine.new_request(request, reads=False)
         assert mine.prefill_tokens(request) == 64
         assert mine.matched_tokens(request, 0) == (0, False)
@@ -207,7 +207,7 @@ def test_without_a_transfer_part_somebody_still_counts():
 
 
 def test_results_of_both_parts_come_back_once():
-    report = OffloadReport(0, stored={3: ()})
+    report = OffloadReport(0, done={3: ()})
     transfer = Part(Results(sent=("a",), received=("b", "c"), failed={"c": "late"}))
     offload = Part(Results(received=("d", "e"), failed={"e": "copy"}, offload=(report,)))
     half = WorkerHalf(transfer, offload)

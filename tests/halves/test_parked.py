@@ -71,7 +71,7 @@ class Node:
     def report(self, load, *, ranks=range(RANKS), failed=False):
         for rank in ranks:
             parked = {park.job: park.names if failed and rank else () for park in load.parks}
-            self.half.update_results(Results(offload=(OffloadReport(rank, parked=parked),)))
+            self.half.update_results(Results(offload=(OffloadReport(rank, done=parked),)))
 
     def parked(self, name="r", num_tokens=16):
         """A request whose KV is in host memory."""

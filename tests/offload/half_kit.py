@@ -1,8 +1,9 @@
-"""A serving stack and its worker ranks in miniature, which know at any time what every byte should be.
+"""A serving stack and its worker ranks, which know at any time what every byte should be.
 
-A slot of a block holds a digest of all tokens that its bytes would depend on; so does a row. Whatever is
-stored, restored or computed from is compared with what it should be. ``chain[n]`` of a request is a digest of
-its first ``n`` tokens. Ranks answer late, in any order, and fail; a row that somebody may write to is busy:
+The scheduler is the node's, which is told late of what it launched, as vLLM is. A slot of a block holds a
+digest of all tokens that its bytes would depend on, that of its first n tokens being its request's n-th name
+of single tokens; a row holds what its block held. Whatever is stored, restored or computed from is compared
+with what it should be. Ranks answer late, in any order, and fail; a row that somebody may write to is busy:
 nobody may read it or be given it.
 
 A router in miniature knows of tiers from events alone, which must be what these hold.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,17 @@ import torch
 from kvconnect.cache.specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheGroup,
     SlidingWindowSpec,
     StateSpec,
 )
 from kvconnect.config import OffloadConfig
+from kvconnect.halves.scheduler_half import SchedulerHalf
+from kvconnect.node.block_manager import BlockManager, BlockPool, CacheHit, RequestBlocks
+from kvconnect.node.node_options import NodeOptions
+from kvconnect.node.request import Request, RequestState
+from kvconnect.node.scheduler import Scheduler
 from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
@@ -32,7 +39,7 @@ from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.offload.tier_events import TierEvents
 from kvconnect.transfer.orders import OffloadReport, OrdersDraft, Results, TierChange
-from kvconnect.transfer.stack import Computed, StateBlock, Step
+from kvconnect.transfer.stack import Step
 
 
 class Stored(NamedTuple):
@@ -62,8 +69,7 @@ class Plain:
     def describe(self, view, first, count, size):
         if isinstance(view, dict):
             return view
-        tokens = view.token_ids if hasattr(view, "token_ids") else view.tokens
-        return {"token_ids": tokens[first * size : (first + count) * size]}
+        return {"token_ids": view.token_ids[first * size : (first + count) * size]}
 
     def stored(self, tier, group, runs):
         return [
@@ -75,12 +81,25 @@ class Plain:
 
 
 class Replay:
-    """``chain`` extends a hash by the tokens of one block; ``roots`` is the hash before the first."""
+    """What is heard of tiers. ``links`` has each name's last token, and the name of those before it."""
 
-    def __init__(self, chain, root) -> None:
-        self.chain, self.root = chain, root
+    def __init__(self, links=None) -> None:
+        self.links: dict[bytes, tuple[bytes, int]] = {} if links is None else links
         self.held: dict[tuple[str, int], set[bytes]] = {}
         self.num_unknown = 0
+
+    def learn(self, tokens, names, first=0) -> None:
+        """``names`` are those of single tokens."""
+        for at in range(first, len(names)):
+            self.links[names[at]] = (names[at - 1] if at else b"", tokens[at])
+
+    def back(self, name, count):
+        """The name of what comes before the last ``count`` tokens, and these."""
+        tokens = []
+        for _ in range(count):
+            name, token = self.links[name]
+            tokens.insert(0, token)
+        return name, tokens
 
     def apply(self, events) -> None:
         for event in events:
@@ -96,18 +115,15 @@ class Replay:
             assert len(set(names)) == len(names)
             assert held.isdisjoint(names), "announced twice"
             held.update(names)
-            self._check(event, names)
-
-    def _check(self, event, names) -> None:
-        size, before = event.size, event.parent
-        if not size:
-            self.num_unknown += len(names)
-            return
-        for at, name in enumerate(names):
-            tokens = event.tokens[at * size : (at + 1) * size]
-            assert len(tokens) == size
-            before = self.chain(self.root if before is None else before, tokens)
-            assert before == name, "the tokens are not those of the block"
+            if not event.size:
+                self.num_unknown += len(names)
+                continue
+            before, told = event.parent or b"", []
+            for name in names:
+                parent, tokens = self.back(name, event.size)
+                assert parent == before, "the blocks do not follow one another"
+                before, told = name, told + tokens
+            assert told == list(event.tokens), "the tokens are not those of the blocks"
 
     def check(self, half) -> None:
         """What was heard is what the scheduler half knows to be there."""
@@ -143,7 +159,7 @@ def num_ready(index: TierIndex, group, names) -> int:
     return next((at for at, state in enumerate(states) if state != READY), len(states))
 
 
-GARBAGE = "garbage"
+GARBAGE, BUSY = "garbage", "busy"
 
 
 class Ranks:
@@ -160,67 +176,59 @@ class Ranks:
         self.cleared = 0
         self.silent: set[int] = set()
 
-    def place(self, group, row):
-        return (self.stack.half.host.plan.class_of[group], row)
+    def places(self, group, rows):
+        return [(self.stack.half.host.plan.class_of[group], row) for row in rows]
+
+    def order(self, kind, *job, fills=()) -> None:
+        """Each rank has a job to do, which fills rows that nobody writes to by now."""
+        for rows, todo in zip(self.rows, self.todo, strict=True):
+            assert BUSY not in map(rows.get, fills)
+            rows.update(dict.fromkeys(fills, BUSY))
+            todo.append((kind, *job))
 
     def before_step(self, orders) -> None:
         self.cleared += orders.clear
-        if orders.clear:
-            for lower in self.lower:
-                for kept in lower.values():
-                    kept.clear()
+        for lower in self.lower if orders.clear else ():
+            lower.update({tier: {} for tier in self.tiers})
         for store in orders.stores:
             group, ids, rows = store.copies.group, store.copies.block_ids, store.copies.rows
-            content = []
-            for block_id, name in zip(ids, store.hashes, strict=True):
-                held = self.stack.read(group, block_id)
-                assert held == self.stack.expected[group, name], (group, block_id, held)
-                content.append(held)
-            for rank in range(len(self.rows)):
-                for row in rows:
-                    assert self.rows[rank].get(self.place(group, row)) != "busy"
-                    self.rows[rank][self.place(group, row)] = "busy"
-                self.todo[rank].append(("store", store, tuple(content), self.cleared))
+            content = [self.stack.read(group, block_id) for block_id in ids]
+            assert content == [self.stack.expected(group, name) for name in store.hashes]
+            places = self.places(group, rows)
+            parts = list(zip(store.hashes, places, content, strict=True))
+            self.order("store", store, parts, self.cleared, fills=places)
 
     def start(self, orders) -> None:
         for restore in orders.restores:
             self.awaited[restore.request_id] = len(self.rows)
             if restore.refusal:
                 self.failed[restore.request_id] = restore.refusal
-        for rank in range(len(self.rows)):
-            for restore in orders.restores:
-                self.todo[rank].append(("restore", restore))
-            for fetch in orders.fetches:
-                for row in fetch.rows:
-                    assert self.rows[rank].get(self.place(fetch.group, row)) != "busy"
-                    self.rows[rank][self.place(fetch.group, row)] = "busy"
-                self.todo[rank].append(("fetch", fetch))
-            for seek in orders.seeks:
-                self.todo[rank].append(("seek", seek))
+            self.order("restore", restore)
+        for fetch in orders.fetches:
+            self.order("fetch", fetch, fills=self.places(fetch.group, fetch.rows))
+        for seek in orders.seeks:
+            self.order("seek", seek)
 
     def work(self, everything=False) -> Results:
         reports, self.received = [], []
         for rank in range(len(self.rows)):
             if rank in self.silent:
                 continue
-            told = {"stored": {}, "kept": [], "fetched": {}, "found": {}}
-            changes = []
+            self.ended, self.kept, self.changes = {}, [], []
             todo, self.todo[rank] = self.todo[rank], []
             self.rng.shuffle(todo)
             for kind, *job in todo:
                 if not everything and self.rng.random() < self.lag:
                     self.todo[rank].append((kind, *job))
                     continue
-                getattr(self, "_" + kind)(rank, told, changes, *job)
-            if self.fail and self.rng.random() < 0.1:
-                for tier in self.tiers:
-                    kept = self.lower[rank][tier]
-                    if kept:
-                        gone = self.rng.choice(sorted(kept))
-                        del kept[gone]
-                        changes.append(TierChange(tier, gone[0], (), (gone[1],)))
-            told["kept"] = tuple(told["kept"])
-            reports.append(OffloadReport(rank, self.cleared, **told, changes=tuple(changes)))
+                getattr(self, "_" + kind)(rank, *job)
+            for tier in self.tiers if self.fail and self.rng.random() < 0.1 else ():
+                if there := self.lower[rank][tier]:
+                    group, name = self.rng.choice(sorted(there))
+                    del there[group, name]
+                    self.changes.append(TierChange(tier, group, (), (name,)))
+            told = self.ended, tuple(self.kept), tuple(self.changes)
+            reports.append(OffloadReport(rank, self.cleared, *told))
         self.rng.shuffle(reports)
         failed = {name: self.failed.pop(name) for name in self.received if name in self.failed}
         return Results(received=tuple(self.received), failed=failed, offload=tuple(r for r in reports if r))
@@ -232,84 +240,68 @@ class Ranks:
     def _breaks(self) -> bool:
         return self.rng.random() < self.fail
 
-    def _store(self, rank, told, changes, store, content, cleared) -> None:
-        bad, good = [], []
-        for row, name, held in zip(store.copies.rows, store.hashes, content, strict=True):
-            place = self.place(store.copies.group, row)
-            assert self.rows[rank][place] == "busy"
-            if self._breaks():
-                bad.append(name)
-                # Out of use until the job was kept.
-                self.rows[rank][place] = "busy" if store.keep else GARBAGE
-            else:
-                self.rows[rank][place] = held
-                good.append((name, place, held))
-        told["stored"][store.job] = tuple(bad)
+    def _store(self, rank, store, parts, cleared) -> None:
+        rows, bad, good = self.rows[rank], [], []
+        for part in parts:
+            _, place, held = part
+            assert rows[place] == BUSY
+            broken = self._breaks()
+            (bad if broken else good).append(part)
+            # Out of use until the job was kept.
+            rows[place] = held if not broken else BUSY if store.keep else GARBAGE
+        self.ended[store.job] = tuple(name for name, _, _ in bad)
         if store.keep:
-            broken = [
-                self.place(store.copies.group, row)
-                for row, name in zip(store.copies.rows, store.hashes, strict=True)
-                if name in bad
-            ]
-            self.todo[rank].append(("keep", store, broken, good, cleared))
+            self.todo[rank].append(("keep", store, bad, good, cleared))
 
-    def _keep(self, rank, told, changes, store, broken, good, cleared) -> None:
+    def _keep(self, rank, store, bad, good, cleared) -> None:
         """Unless all was cleared since the order."""
         for name, place, held in good if cleared == self.cleared else ():
             assert self.rows[rank][place] == held, "a row was reused while it was read"
-            if self._breaks():
-                continue
-            for tier in self.tiers:
+            for tier in self.tiers if not self._breaks() else ():
                 self.lower[rank][tier][store.copies.group, name] = held
-                changes.append(TierChange(tier, store.copies.group, (name,)))
-        for place in broken:
-            assert self.rows[rank][place] == "busy"
+                self.changes.append(TierChange(tier, store.copies.group, (name,)))
+        for _, place, _ in bad:
+            assert self.rows[rank][place] == BUSY
             self.rows[rank][place] = GARBAGE
-        told["kept"].append(store.job)
+        self.kept.append(store.job)
 
-    def _fetch(self, rank, told, changes, fetch) -> None:
+    def _fetch(self, rank, fetch) -> None:
         missing = []
-        for row, name in zip(fetch.rows, fetch.hashes, strict=True):
-            place = self.place(fetch.group, row)
-            assert self.rows[rank][place] == "busy"
+        for name, place in zip(fetch.hashes, self.places(fetch.group, fetch.rows), strict=True):
+            assert self.rows[rank][place] == BUSY
             held = self.lower[rank][fetch.tier].get((fetch.group, name))
             if fetch.tier == "store":
                 # It keeps no index: what is seen there is announced, and what is missed taken back.
                 seen = ((), (name,)) if held is None else ((name,), ())
-                changes.append(TierChange(fetch.tier, fetch.group, *seen))
+                self.changes.append(TierChange(fetch.tier, fetch.group, *seen))
             if held is None or self._breaks():
                 missing.append(name)
-                self.rows[rank][place] = GARBAGE
-            else:
-                self.rows[rank][place] = held
-        told["fetched"][fetch.job] = tuple(missing)
+                held = GARBAGE
+            self.rows[rank][place] = held
+        self.ended[fetch.job] = tuple(missing)
 
-    def _seek(self, rank, told, changes, seek) -> None:
+    def _seek(self, rank, seek) -> None:
         kept = self.lower[rank][seek.tier]
-        told["found"][seek.job] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
+        self.ended[seek.job] = tuple(n for n in seek.hashes if (seek.group, n) in kept)
 
-    def _restore(self, rank, told, changes, restore) -> None:
+    def _restore(self, rank, restore) -> None:
+        request_id, breaks = restore.request_id, self._breaks()
+        if breaks:
+            self.failed.setdefault(request_id, "copy failed")
         for copies in restore.copies:
-            for block_id, row in zip(copies.block_ids, copies.rows, strict=True):
-                held = self.rows[rank][self.place(copies.group, row)]
-                assert held not in ("busy", GARBAGE)
-                if rank == 0:
-                    self.stack.device[copies.group, block_id] = held
-        if self._breaks() and restore.request_id not in self.failed:
-            self.failed[restore.request_id] = "copy failed"
-            for copies in restore.copies:
-                for block_id in copies.block_ids:
-                    self.stack.device[copies.group, block_id] = GARBAGE
-        self.awaited[restore.request_id] -= 1
-        if not self.awaited[restore.request_id]:
-            del self.awaited[restore.request_id]
-            self.received.append(restore.request_id)
+            for block_id, place in zip(copies.block_ids, self.places(copies.group, copies.rows), strict=True):
+                held = self.rows[rank][place]
+                assert held not in (BUSY, GARBAGE)
+                if breaks or rank == 0:
+                    self.stack.device[block_id] = copies.group, GARBAGE if breaks else held
+        self.awaited[request_id] -= 1
+        if not self.awaited[request_id]:
+            del self.awaited[request_id]
+            self.received.append(request_id)
 
 
 CAP = 4096
 ROW_BYTES = 64
-ROOT = 17
-"""The digest of no tokens."""
 
 
 @dataclass(frozen=True)
@@ -324,18 +316,16 @@ class Kind:
     chunk: int | None = None
 
     def spec(self) -> KVCacheGroup:
-        name = (f"{id(self)}",)
+        shape = self.tokens, 1, 1, torch.int8
         if self.is_state:
-            return KVCacheGroup(name, StateSpec(CAP, ((1,),), (torch.int8,)))
-        if self.window is not None:
-            return KVCacheGroup(
-                name, SlidingWindowSpec(self.tokens, 1, 1, torch.int8, sliding_window=self.window)
-            )
-        if self.chunk is not None:
-            return KVCacheGroup(
-                name, ChunkedLocalSpec(self.tokens, 1, 1, torch.int8, chunk_tokens=self.chunk)
-            )
-        return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
+            spec = StateSpec(CAP, ((1,),), (torch.int8,))
+        elif self.window is not None:
+            spec = SlidingWindowSpec(*shape, sliding_window=self.window)
+        elif self.chunk is not None:
+            spec = ChunkedLocalSpec(*shape, chunk_tokens=self.chunk)
+        else:
+            spec = FullAttentionSpec(*shape)
+        return KVCacheGroup((f"{id(self)}",), spec)
 
     def sees(self, earlier: int, token: int) -> bool:
         """Whether computing ``token`` reads an earlier one."""
@@ -349,23 +339,6 @@ class Kind:
         return self.is_state or block.stop > token or any(self.sees(one, token) for one in block)
 
 
-class Device:
-    """Blocks of one pool, which groups use in turn: what one of them writes, another one has lost."""
-
-    def __init__(self) -> None:
-        self._held: dict = {}
-
-    def get(self, key, default=GARBAGE):
-        group, held = self._held.get(key[1], (key[0], default))
-        return held if group == key[0] else GARBAGE
-
-    def __getitem__(self, key):
-        return self.get(key)
-
-    def __setitem__(self, key, held) -> None:
-        self._held[key[1]] = key[0], held
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -374,66 +347,106 @@ class Clock:
         return self.now
 
 
-@dataclass(eq=False)
-class Req:
-    """A request. ``chain[n]`` is the digest of its first ``n`` tokens."""
+class Req(Request):
+    """A request, and by admission before its first loss of blocks the tokens that it had here and got."""
 
-    request_id: str
-    tokens: list[int]
-    max_new: int
-    kv_transfer_params: dict | None = None
-    chain: list[int] = field(default_factory=lambda: [ROOT])
-    state: str = "waiting"
-    computed: int = 0
-    loaded: bool = False
-    ids: list[list[int]] = field(default_factory=list)
-    told: int = 0
-    hits: list[tuple[int, int]] = field(default_factory=list)
-    guessed: int = 0
-    names: dict[int, list[bytes]] = field(default_factory=dict)
-    noted: dict[int, int] = field(default_factory=dict)
+    def __init__(self, request_id, tokens, max_new=1, params=None) -> None:
+        super().__init__(request_id, list(tokens), max_new, lambda output: None, params)
+        self.blocks = RequestBlocks([], [], [])
+        self.hits: list[tuple[int, int]] = []
 
-    def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
-        self.extend(())
+    def hashes(self, size: int) -> Sequence[bytes]:
+        return self.blocks.content_hashes(self.token_ids, size)
+
+
+class Late(SchedulerHalf):
+    """Tells the offload of a step when the next one is scheduled; ``guessed`` tokens count as computed."""
+
+    def __init__(self, offload) -> None:
+        super().__init__(offload=offload)
+        self.step, self.guessed = Step(), {}
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
+    def due(self):
+        return {name: due - self.guessed.get(name, 0) for name, due in super().due.items()}
 
-    def extend(self, tokens) -> None:
-        self.tokens.extend(tokens)
-        while len(self.chain) <= len(self.tokens):
-            self.chain.append(hash((self.chain[-1], self.tokens[len(self.chain) - 1])))
+    def launched(self, step) -> None:
+        self.step = step._replace(
+            computed=[
+                one._replace(num_tokens=one.num_tokens + self.guessed.get(one.request_id, 0))
+                for one in step.computed
+            ]
+        )
 
-    def hashes(self, size: int) -> list[bytes]:
-        names = self.names.setdefault(size, [])
-        for end in range(size * (len(names) + 1), len(self.tokens) + 1, size):
-            names.append(name_of(self.chain[end]))
-        return names
+    def tell(self) -> None:
+        super().launched(self.step)
+        self.step = Step()
 
-    def slots(self, kind: Kind, position: int):
-        """What a whole block should hold."""
-        if kind.is_state:
-            return self.chain[(position + 1) * kind.tokens]
-        first = position * kind.tokens + 1 + kind.is_draft
-        return tuple(self.chain[first : first + kind.tokens])
+    def preempted(self, request_id) -> None:
+        self.tell()
+        super().preempted(request_id)
 
+    def update_after_alloc(self, request, block_ids, num_external_tokens) -> None:
+        if not request.loaded and not request.preemptions:
+            request.hits.append((request.num_computed_tokens - num_external_tokens, num_external_tokens))
+        super().update_after_alloc(request, block_ids, num_external_tokens)
 
-def chained(before: bytes, tokens: list[int]) -> bytes:
-    """The name after a few tokens more."""
-    digest = int.from_bytes(before, "little", signed=True)
-    for token in tokens:
-        digest = hash((digest, token))
-    return name_of(digest)
-
-
-def name_of(digest: int) -> bytes:
-    return (digest & (1 << 64) - 1).to_bytes(8, "little")
+    def request_finished(self, request, block_ids, *, delivered):
+        """Of its last step only the states are told: its blocks are named here."""
+        computed, states = self.step
+        mine = [state for state in states if state.request_id == request.request_id]
+        super().launched(Step(states=mine))
+        others = [one for one in computed if one.request_id != request.request_id]
+        self.step = Step(others, [state for state in states if state not in mine])
+        return super().request_finished(request, block_ids, delivered=delivered)
 
 
-class Stack:
-    """A request scheduler with a pool of blocks, a prefix cache of its own, and a model."""
+class Blocks(BlockManager):
+    """Frees also what lies between blocks that are seen, and reuses blocks of draft models too."""
+
+    def __init__(self, kinds, align, *args, **settings) -> None:
+        super().__init__(*args, **settings)
+        self.kinds, self.align = kinds, align
+
+    def find_hit(self, blocks, token_ids):
+        """The longest one: a draft's block is known by the hash of the next one."""
+        ahead = max((kind.tokens for kind in self.kinds if kind.is_draft), default=0)
+        limit = (len(token_ids) - 1 - ahead) // self.align * self.align
+        for boundary in range(limit, 0, -self.align) if self.reuses_prefixes else ():
+            found = []
+            for group, kind in enumerate(self.kinds):
+                names = blocks.content_hashes(token_ids, kind.tokens)[kind.is_draft :]
+                found.append(
+                    tuple(
+                        self.pool.find((group, names[at])) if kind.keeps(at, boundary) else 0
+                        for at in range(boundary // kind.tokens)
+                    )
+                )
+            if not any(None in ids for ids in found):
+                return CacheHit(boundary, tuple(found))
+        return CacheHit(0, tuple(() for _ in self.kinds))
+
+    def remember(self, blocks, request, num_computed) -> None:
+        for group, kind in enumerate(self.kinds if self.reuses_prefixes else ()):
+            names = request.hashes(kind.tokens)[kind.is_draft : num_computed // kind.tokens]
+            for at, name in enumerate(names):
+                if block_id := blocks.ids[group][at]:
+                    self.pool.remember((group, name), block_id)
+
+    def grow(self, blocks, hit, num_computed, num_tokens, *, num_loaded=0):
+        grown = super().grow(blocks, hit, num_computed, num_tokens, num_loaded=num_loaded)
+        for group, kind in enumerate(self.kinds if grown is not None else ()):
+            ids, new = blocks.ids[group], grown.new_ids[group]
+            for at, block_id in enumerate(ids):
+                if not kind.keeps(at, num_computed):
+                    self.pool.release([block_id])
+                    ids[at] = 0
+            new[:] = ids[len(ids) - len(new) :]
+        return grown
+
+
+class Stack(Scheduler):
+    """The node's scheduler over blocks whose content is known, which it computes from what they hold."""
 
     def __init__(
         self,
@@ -450,133 +463,114 @@ class Stack:
         local=True,
         cancels=0.05,
         drafts=0,
-        reuses_at_once=False,
         **settings,
     ) -> None:
-        self.kinds, self.align, self.budget, self.local = kinds, align, budget, local
-        self.cancels, self.drafts, self.reuses_at_once = cancels, drafts, reuses_at_once
-        self.rng = random.Random(seed)
-        self.clock = Clock()
-        self.device = Device()
-        self.expected: dict = {}
-        self.free = list(range(1, num_blocks))
-        self.holders: dict[int, int] = {}
-        self.cached: dict = {}
-        self.cached_as: dict = {}
-        self.requests: dict[str, Req] = {}
-        self.waiting: list[Req] = []
-        self.running: list[Req] = []
-        self.loading: dict[str, Req] = {}
+        self.kinds, self.cancels, self.drafts = kinds, cancels, drafts
+        self.rng, self.clock = random.Random(seed), Clock()
+        # By block of one pool the group that wrote to it last, and what it holds.
+        self.device: dict[int, tuple[int, object]] = {}
         self.done: list[Req] = []
-        self.scheduled: list[tuple[Req, int, int, object]] = []
-        self.last: list = []
-        self.preempted: list[str] = []
-        self.preempts_next = False
-        size = ROW_BYTES * (rows or 2000) * len(kinds)
+        groups = tuple(kind.spec() for kind in kinds)
         config = OffloadConfig(
-            cpu_bytes=size,
+            cpu_bytes=ROW_BYTES * (rows or 2000) * len(kinds),
             shares=tuple(1 / len(kinds) for _ in kinds),
             disk_path="/d" if "disk" in tiers else "",
             store="s:1" if "store" in tiers else "",
             **settings,
         )
-        groups = [kind.spec() for kind in kinds]
-        drafts_at = [index for index, kind in enumerate(kinds) if kind.is_draft]
+        drafted = [index for index, kind in enumerate(kinds) if kind.is_draft]
         kept = KeptBlocks(
             groups,
-            HitRequirements.of(groups, range(len(kinds)), align, drafts_at),
-            hashes=self.hashes,
+            HitRequirements.of(groups, range(len(kinds)), align, drafted),
+            hashes=Req.hashes,
             row_bytes={index: kind.row_bytes for index, kind in enumerate(kinds)},
             num_ranks=num_ranks,
             clock=self.clock,
             events=TierEvents(Plain()),
         )
         self.half = OffloadScheduler(config, kept, OrdersDraft([]))
-        self.router = Replay(chained, name_of(ROOT))
+        manager = Blocks(
+            kinds,
+            align,
+            KVCacheConfig(num_blocks, groups),
+            BlockPool(num_blocks),
+            budget + drafts,
+            enable_prefix_caching=local,
+        )
+        options = NodeOptions(max_num_seqs=100, max_num_batched_tokens=budget)
+        super().__init__(options, manager, Late(self.half), recompute_failed_loads=True)
+        self._align = align
+        self.router = Replay()
         self.ranks = Ranks(self, num_ranks, self.rng, tiers=tiers, lag=lag)
 
-    # What the half asks
-
-    def hashes(self, view: Req, size: int) -> list[bytes]:
-        names = view.hashes(size)
-        if view.noted.get(size) == len(names):
-            return names
-        view.noted[size] = len(names)
-        for group, kind in enumerate(self.kinds):
-            if size == (self.align if kind.is_state else kind.tokens):
-                for position in range(len(names) - kind.is_draft):
-                    self.expected[group, names[position + kind.is_draft]] = view.slots(kind, position)
-        return names
+    def expected(self, group, name):
+        """What the block of a name should hold: a digest for each token, or for the one after it."""
+        kind, found = self.kinds[group], []
+        if kind.is_state:
+            return name
+        name, _ = self.router.back(name, kind.tokens - 1 if kind.is_draft else 0)
+        for _ in range(kind.tokens):
+            found.insert(0, name)
+            name, _ = self.router.links[name]
+        return tuple(found)
 
     def read(self, group, block_id):
-        held = self.device.get((group, block_id), GARBAGE)
-        return tuple(held) if isinstance(held, list) else held
+        owner, held = self.device.get(block_id, (group, GARBAGE))
+        return GARBAGE if owner != group else tuple(held) if isinstance(held, list) else held
 
-    # Coming and going
+    def write(self, group, block_id, at, digest) -> None:
+        """Write to a slot of a block, whose other slots mean nothing if this is the first one."""
+        assert block_id
+        owner, held = self.device.get(block_id, (group, GARBAGE))
+        if not isinstance(held, list) or owner != group:
+            goes_on = isinstance(held, tuple) and owner == group and at
+            held = list(held) if goes_on else [GARBAGE] * self.kinds[group].tokens
+            self.device[block_id] = group, held
+        held[at] = digest
+
+    # What the scheduler does
 
     def add(self, request_id, tokens, max_new=1, params=None) -> Req:
-        request = Req(request_id, list(tokens), max_new, params)
-        request.ids = [[] for _ in self.kinds]
-        self.requests[request_id] = request
-        self.half.new_request(request)
-        self.waiting.append(request)
+        request = Req(request_id, tokens, max_new, params)
+        super().add(request)
+        self.router.learn(request.token_ids, request.hashes(1))
         return request
 
-    def abort(self, request_id) -> None:
-        request = self.requests[request_id]
-        self._finish(request)
+    @property
+    def loading(self):
+        return [one for one in self.requests.values() if one.state is RequestState.WAITING_FOR_KV]
 
-    def _finish(self, request) -> None:
-        clipped = tuple(list(ids) for ids in request.ids)
-        self.half.request_finished(request, clipped)
-        for queue in (self.waiting, self.running):
-            if request in queue:
-                queue.remove(request)
-        self.scheduled = [entry for entry in self.scheduled if entry[0] is not request]
-        self.last = [entry for entry in self.last if entry[0] is not request]
-        del self.requests[request.request_id]
-        if request.state == "loading":
-            request.state = "abandoned"
-            return
-        request.state = "done"
+    def _ask_connector(self, request, hit):
+        external = super()._ask_connector(request, hit)
+        assert external == super()._ask_connector(request, hit)
+        assert hit.num_tokens + (external or 0) < request.num_tokens
+        if external and self.rng.random() < self.cancels:
+            # The stack needs the tokens for something else.
+            external = self.rng.randrange(0, external + 1)
+        return external
+
+    def _grow_running(self, request, count, step):
+        guessed = 0
+        if self.drafts and request.num_computed_tokens + count == request.num_tokens:
+            guessed = self.rng.randrange(self.drafts + 1)
+        self.hooks.guessed[request.request_id] = guessed
+        return super()._grow_running(request, count + guessed, step)
+
+    def _end(self, request, output, **how) -> None:
+        super()._end(request, output, **how)
         self.done.append(request)
-        self._release(request)
-
-    def _release(self, request) -> None:
-        for ids in request.ids:
-            for block_id in ids:
-                self._let_go(block_id)
-        request.ids = [[] for _ in self.kinds]
-
-    def _let_go(self, block_id) -> None:
-        if block_id:
-            self.holders[block_id] -= 1
-            if not self.holders[block_id]:
-                self.free.append(block_id)
-
-    def _allocate(self, count):
-        if self.reuses_at_once:
-            self.free.reverse()
-        taken, self.free = self.free[:count], self.free[count:]
-        if self.reuses_at_once:
-            self.free.reverse()
-        for block_id in taken:
-            self.holders[block_id] = 1
-            if (key := self.cached_as.pop(block_id, None)) is not None:
-                del self.cached[key]
-        return taken
 
     # One step
 
     def step(self, everything=False) -> None:
         self.clock.now += 0.01
-        self._schedule()
-        self._tell()
+        step = self.schedule()
+        self.hooks.tell()
         orders = self.half.build_orders()
         self.ranks.before_step(orders)
         self.ranks.start(orders)
-        self._execute()
-        self._settle(self.ranks.work(everything))
+        self.compute(step)
+        self.update_results(self.ranks.work(everything))
         self.hear()
 
     def hear(self) -> None:
@@ -586,288 +580,65 @@ class Stack:
         self.router.check(self.half)
         assert not self.router.num_unknown
 
-    def _schedule(self) -> None:
-        budget = self.budget
-        preempted, self.preempts_next = self.preempts_next and bool(self.running), False
-        if preempted:
-            self._preempt(self.running[-1])
-        for request in list(self.running):
-            if request not in self.running or budget <= 0:
-                continue
-            count = self._chunk(request, budget)
-            request.guessed = 0
-            if self.drafts and request.computed + count == request.num_tokens:
-                request.guessed = self.rng.randrange(self.drafts + 1)
-            room = request.computed + count + request.guessed
-            while (grown := self._grow(request, request.computed, room)) is None:
-                victim = self.running[-1]
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            if grown is None:
-                break
-            self.scheduled.append((request, request.computed, request.computed + count, grown))
-            budget -= count
-        blocked = False
-        for request in list(self.waiting) if not preempted else ():
-            # Only what has its blocks already may overtake one that does not fit.
-            if budget > 0 and (request.loaded or not blocked):
-                taken = self._admit(request, budget)
-                blocked = blocked or taken is None
-                budget -= taken or 0
-
-    def _chunk(self, request, budget) -> int:
-        end = min(request.num_tokens, request.computed + budget)
-        if any(kind.is_state for kind in self.kinds):
-            for checkpoint in self.half.checkpoints(request):
-                if request.computed < checkpoint < end:
-                    end = checkpoint
-                    break
-        return end - request.computed
-
-    def _admit(self, request, budget):
-        if request.loaded:
-            # Its blocks are there, and it has room for all of its tokens.
-            self.half.update_after_alloc(request, self._snapshot(request), 0)
-            external = 0
-            count = self._chunk(request, budget)
-            request.guessed = 0
-            if self._grow(request, request.computed, request.computed + count) is None:
-                return None
-        else:
-            request.guessed = 0
-            start, blocks = self._local_hit(request)
-            external, in_background = self.half.matched_tokens(request, start)
-            again = self.half.matched_tokens(request, start)
-            assert again == (external, in_background)
-            if external is None:
-                return 0
-            assert start + external <= request.num_tokens - 1
-            assert bool(external) is in_background
-            if external and self.rng.random() < self.cancels:
-                # The stack needs the tokens for something else.
-                external = self.rng.randrange(0, external + 1)
-            computed = start + external
-            whole = (
-                max(request.num_tokens, computed)
-                if external
-                else computed + min(budget, request.num_tokens - computed)
-            )
-            for group, ids in enumerate(blocks):
-                request.ids[group] = list(ids)
-                for block_id in ids:
-                    if block_id:
-                        if self.holders.get(block_id, 0) == 0:
-                            self.free.remove(block_id)
-                            self.holders[block_id] = 0
-                        self.holders[block_id] += 1
-            request.computed = computed
-            room = sum(
-                kind.keeps(position, computed)
-                for kind in self.kinds
-                for position in range(1 if kind.is_state else -(-request.num_tokens // kind.tokens))
-            )
-            if room > len(self.free) + sum(bool(block_id) for ids in blocks for block_id in ids) or (
-                self._grow(request, computed, whole) is None
-            ):
-                self._release(request)
-                request.computed = 0
-                return None
-            if request.told == 0:
-                request.hits.append((start, external))
-            self.half.update_after_alloc(request, self._snapshot(request), external)
-            if external:
-                request.state = "loading"
-                self.waiting.remove(request)
-                self.loading[request.request_id] = request
-                return 0
-            count = self._chunk(request, budget)
-        self.waiting.remove(request)
-        self.running.append(request)
-        request.state = "running"
-        self.scheduled.append((request, request.computed, request.computed + count, self._snapshot(request)))
-        return count
-
-    def _snapshot(self, request):
-        return tuple(list(ids) for ids in request.ids)
-
-    def _local_hit(self, request):
-        nothing = 0, [[] for _ in self.kinds]
-        if not self.local or any(kind.is_state for kind in self.kinds):
-            return nothing
-        ahead = max((kind.tokens for kind in self.kinds if kind.is_draft), default=0)
-        for boundary in range((request.num_tokens - 1 - ahead) // self.align * self.align, 0, -self.align):
-            found = []
+    def compute(self, step) -> None:
+        """Every slot that is read must be right."""
+        sampled = {}
+        for chunk in step.chunks:
+            request, start = self.requests[chunk.request_id], chunk.start
+            end = start + len(chunk.token_ids)
+            tokens, digests = request.token_ids, request.hashes(1)
+            if chunk.samples:
+                sampled[request.request_id] = digests[-1][0] % 5, None
+                tokens = [*tokens, digests[-1][0] % 5]
+                digests = request.blocks.content_hashes(tokens, 1)
+                self.router.learn(tokens, digests, end)
             for group, kind in enumerate(self.kinds):
-                names = request.hashes(kind.tokens)
-                ids = []
-                for position in range(boundary // kind.tokens):
-                    needed = kind.keeps(position, boundary)
-                    block = self.cached.get((group, names[position + kind.is_draft])) if needed else 0
-                    ids.append(block)
-                found.append(ids)
-            if not any(None in ids for ids in found):
-                return boundary, found
-        return nothing
-
-    def _grow(self, request, computed, num_tokens):
-        """Give blocks for ``num_tokens``; those that ``computed`` does not read any more are freed first."""
-        wanted = []
-        for kind, ids in zip(self.kinds, request.ids, strict=True):
-            for position, block_id in enumerate(ids):
-                if not kind.keeps(position, computed):
-                    self._let_go(block_id)
-                    ids[position] = 0
-            end = 1 if kind.is_state else -(-num_tokens // kind.tokens)
-            wanted.append([kind.keeps(position, computed) for position in range(len(ids), end)])
-        if sum(map(sum, wanted)) > len(self.free):
-            return None
-        grown = []
-        for ids, wants in zip(request.ids, wanted, strict=True):
-            given = iter(self._allocate(sum(wants)))
-            grown.append([next(given) if is_wanted else 0 for is_wanted in wants])
-            ids.extend(grown[-1])
-        return grown
-
-    def _preempt(self, request) -> None:
-        self.running.remove(request)
-        self.preempted.append(request.request_id)
-        self.scheduled = [entry for entry in self.scheduled if entry[0] is not request]
-        self._begin_anew(request)
-
-    def _begin_anew(self, request) -> None:
-        self._release(request)
-        request.computed, request.loaded, request.state = 0, False, "waiting"
-        self.waiting.insert(0, request)
-
-    def _tell(self) -> None:
-        """The step before this one was launched; now its part of the contract is told."""
-        states, computed = [], []
-        for request, told, end, new_ids in self.last:
-            for group, kind in enumerate(self.kinds):
-                if kind.is_state and end % self.align == 0:
-                    states.append(StateBlock(request.request_id, group, end, new_ids[1][group][-1]))
-            due = self.half.due[request.request_id]
-            if any(map(any, new_ids[0])) or told >= due:
-                new = new_ids[0] if any(new_ids[0]) else None
-                computed.append(Computed(request.request_id, told, new))
-            request.told = end
-        self.last = []
-        self.half.launched(Step(computed, states))
-        for request_id in self.preempted:
-            if request_id in self.requests:
-                self.half.preempted(request_id)
-        self.preempted = []
-
-    def _execute(self) -> None:
-        """Compute: every slot that is read must be right."""
-        batch, self.scheduled = self.scheduled, []
-        finished = []
-        for request, start, end, _ in batch:
-            for group, kind in enumerate(self.kinds):
-                ids = request.ids[group]
+                ids = request.blocks.ids[group]
                 if kind.is_state:
-                    if start:
-                        assert self.device[group, ids[-1]] == request.chain[start], "a wrong state"
-                    self.device[group, ids[-1]] = request.chain[end]
+                    assert not start or self.read(group, ids[-1]) == digests[start - 1], "a wrong state"
+                    self.device[ids[-1]] = group, digests[end - 1]
                     continue
                 for token in [token for token in range(start) if kind.sees(token, start)]:
-                    held = self.device[group, ids[token // kind.tokens]]
-                    assert held[token % kind.tokens] == request.chain[token + 1 + kind.is_draft], "wrong KV"
-            if end == request.num_tokens:
-                request.extend([abs(request.chain[-1]) % 5])
-            for group, kind in enumerate(self.kinds):
-                if kind.is_state:
-                    continue
-                for token in range(start, end):
-                    key = group, request.ids[group][token // kind.tokens]
-                    if key[1] == 0:
-                        continue
-                    held = self.device.get(key)
-                    if not isinstance(held, list):
-                        fits = isinstance(held, tuple) and token % kind.tokens
-                        held = self.device[key] = list(held) if fits else [GARBAGE] * kind.tokens
-                    held[token % kind.tokens] = request.chain[token + 1 + kind.is_draft]
-                for token in range(end, end + request.guessed):
-                    # Tokens that were guessed, and were wrong: what they left behind is overwritten later.
-                    key = group, request.ids[group][token // kind.tokens]
-                    if key[1] and not isinstance(self.device.get(key), list):
-                        self.device[key] = [GARBAGE] * kind.tokens
-                    if key[1]:
-                        self.device[key][token % kind.tokens] = GARBAGE
-            request.computed = end
-            if self.local:
-                self._remember(request)
-            if end < request.num_tokens and request.num_tokens - request.prompt >= request.max_new:
-                finished.append(request)
-        self.last = [
-            (request, end + request.guessed, end, (new, self._snapshot(request)))
-            for request, _, end, new in batch
-        ]
-        for request in finished:
-            for group, kind in enumerate(self.kinds):
-                if kind.is_state and request.computed % self.align == 0:
-                    block_id = request.ids[group][-1]
-                    state = StateBlock(request.request_id, group, request.computed, block_id)
-                    self.half.launched(Step(states=(state,)))
-            self._finish(request)
-
-    def _remember(self, request) -> None:
-        for group, kind in enumerate(self.kinds):
-            if kind.is_state:
-                continue
-            names = request.hashes(kind.tokens)
-            for position in range(max(0, request.computed // kind.tokens - kind.is_draft)):
-                block_id = request.ids[group][position]
-                if position + kind.is_draft < len(names) and block_id and block_id not in self.cached_as:
-                    key = group, names[position + kind.is_draft]
-                    if key not in self.cached:
-                        self.cached[key] = block_id
-                        self.cached_as[block_id] = key
-
-    def _settle(self, results) -> None:
-        self.half.update_results(results)
-        for request_id in results.received:
-            request = self.loading.pop(request_id)
-            if request.state == "abandoned":
-                self._release(request)
-            elif request_id in results.failed:
-                self._begin_anew(request)
-                self.half.preempted(request_id)
-            else:
-                request.loaded, request.state = True, "waiting"
-                self.waiting.insert(0, request)
-                if request.hits and request.computed != sum(request.hits[-1]):
-                    request.hits[-1] = (request.hits[-1][0], request.computed - request.hits[-1][0])
+                    held = self.read(group, ids[token // kind.tokens])
+                    assert held[token % kind.tokens] == digests[token + kind.is_draft], "wrong KV"
+                # What is guessed is wrong here: what it leaves behind is overwritten later.
+                for token in range(start, end + self.hooks.guessed.get(request.request_id, 0)):
+                    digest = digests[token + kind.is_draft] if token < end else GARBAGE
+                    self.write(group, ids[token // kind.tokens], token % kind.tokens, digest)
+        self.update(step, sampled)
+        self.hooks.guessed.clear()
 
     # Whole runs
 
     def forget_device_cache(self) -> None:
         """The prefix cache is emptied; blocks in use stay."""
-        self.cached.clear()
-        self.cached_as.clear()
+        self.manager.pool._block_of.clear()
+        self.manager.pool._key_of.clear()
 
-    def run(self, most_steps=3000, everything=False) -> None:
-        """Until every request has ended."""
-        steps = 0
-        while self.requests or self.loading:
+    def until(self, is_so, everything=True) -> None:
+        for _ in range(3000):
+            if is_so():
+                return
             self.step(everything)
-            steps += 1
-            assert steps < most_steps, "it hangs"
+        raise AssertionError("it hangs")
+
+    def end(self, request) -> None:
+        """Until a request has ended, whatever is under way then."""
+        self.until(lambda: request in self.done)
+
+    def run(self, everything=False) -> None:
+        """Until every request has ended."""
+        self.until(lambda: not self.requests and not self.kept, everything)
         self.settle()
 
-    def settle(self, most_steps=2000) -> None:
+    def settle(self) -> None:
         """Until nothing is under way."""
-        steps = 0
-        while not self.ranks.is_idle or self.half.pending:
-            self.step()
-            steps += 1
-            assert steps < most_steps, "it hangs"
+        self.until(lambda: self.ranks.is_idle and not self.half.pending, everything=False)
 
     def check_idle(self) -> None:
         """Nothing is remembered, pinned or under way."""
         assert not any(self.half.state().values()), self.half.state()
+        assert not self.manager.pool.num_held
         for counts in self.half.host.index.counts().values():
             assert counts.pinned == counts.pending == 0
         check_index(self.half.host.index)

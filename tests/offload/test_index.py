@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from itertools import takewhile
 
 import pytest
 from hypothesis import settings
@@ -29,50 +31,31 @@ def names(sequence, first, count):
     return [name(sequence, block) for block in range(first, first + count)]
 
 
-class Model:
-    """What is where, in lists; ``order`` holds what may make room of a class, oldest first."""
+@dataclass
+class Held:
+    """A content that has a row; it has no state once it was dropped while it was pinned."""
 
-    def __init__(self):
-        self.state = {group: {} for group in GROUPS}
-        self.row = {group: {} for group in GROUPS}
-        self.pins = {group: {} for group in GROUPS}
-        self.order = [[] for _ in PLAN.classes]
-        self.free = [rows.num_rows for rows in PLAN.classes]
-
-    def ages(self, group):
-        return self.order[PLAN.class_of[group]]
-
-    def move_to_end(self, group, contents):
-        order = self.ages(group)
-        for content in contents:
-            if (group, content) in order:
-                order.remove((group, content))
-            order.append((group, content))
-
-    def leave(self, group, content):
-        if (group, content) in self.ages(group):
-            self.ages(group).remove((group, content))
-
-    def let_go(self, group, content):
-        del self.row[group][content]
-        self.state[group].pop(content, None)
-        self.leave(group, content)
-        self.free[PLAN.class_of[group]] += 1
+    row: int = -1
+    state: ContentState | None = PENDING
+    pins: int = 0
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Sequences of blocks are stored, found, pinned and dropped, in all kinds of overlapping parts."""
+    """Sequences of blocks are stored, found, pinned and dropped, in all kinds of overlapping parts.
+
+    ``order`` holds what may make room of a class, oldest first.
+    """
 
     @initialize()
     def begin(self):
         self.events = TierEvents(Plain())
         self.index = TierIndex(PLAN, self.events)
-        self.model = Model()
+        self.held = {group: {} for group in GROUPS}
+        self.order = [[] for _ in PLAN.classes]
         self.told = {group: set() for group in GROUPS}
         for sequence in range(3):
             for group in GROUPS:
-                self.reserve(group, names(sequence, 0, 9), False)
-                self.finish(group, names(sequence, 0, 9), False)
+                self.store(group, names(sequence, 0, 9))
 
     # Most parts overlap.
     parts = st.builds(
@@ -80,110 +63,106 @@ class IndexMachine(RuleBasedStateMachine):
     )
     groups = st.sampled_from(GROUPS)
 
+    def in_state(self, group, state):
+        return {content for content, held in self.held[group].items() if held.state is state}
+
+    def num_free(self, place):
+        return PLAN.classes[place].num_rows - sum(len(self.held[group]) for group in PLAN.groups_of(place))
+
+    def use(self, group, contents):
+        order = self.order[PLAN.class_of[group]]
+        for content in contents:
+            if (group, content) in order:
+                order.remove((group, content))
+            held = self.held[group].get(content)
+            if held is not None and held.state is READY and not held.pins:
+                order.append((group, content))
+
+    def lose(self, group, contents):
+        for content in contents:
+            if (held := self.held[group].get(content)) is not None:
+                held.state = None
+                self.use(group, [content])
+                if not held.pins:
+                    del self.held[group][content]
+
     @rule(group=groups, hashes=parts, twice=st.booleans())
     def reserve(self, group, hashes, twice):
-        model = self.model
-        state, order = model.state[group], model.ages(group)
-        asked = hashes + hashes[:3] if twice else hashes
-        kept = [content for content in asked if (group, content) in order]
-        kept = list(reversed(dict.fromkeys(kept)))
-        for content in kept:
-            model.leave(group, content)
-        absent = [content for content in dict.fromkeys(asked) if content not in model.row[group]]
+        asked, place = hashes + hashes[:3] if twice else hashes, PLAN.class_of[group]
         expected = []
-        for content in absent:
-            if not model.free[PLAN.class_of[group]]:
-                if not order:
+        for content in dict.fromkeys(asked):
+            if content in self.held[group]:
+                continue
+            old = [key for key in self.order[place] if key[0] != group or key[1] not in asked]
+            if not self.num_free(place):
+                if not old:
                     break
-                model.let_go(*order[0])
-            model.free[PLAN.class_of[group]] -= 1
+                self.lose(old[0][0], [old[0][1]])
+            self.held[group][content] = Held()
             expected.append(content)
-            model.row[group][content] = None
-            state[content] = PENDING
         taken, rows = self.index.reserve(group, asked)
         assert taken == expected
-        model.row[group].update(zip(taken, rows, strict=True))
-        model.move_to_end(group, kept)
+        for content, row in zip(taken, rows, strict=True):
+            self.held[group][content].row = row
+        self.use(group, reversed(asked))
 
     @rule(group=groups, hashes=parts, fails=st.booleans())
     def finish(self, group, hashes, fails):
-        model = self.model
-        pending = [content for content in hashes if model.state[group].get(content) is PENDING]
+        pending = [content for content in hashes if content in self.in_state(group, PENDING)]
         if fails:
             self.index.drop(group, pending)
-            for content in pending:
-                self.drop_in_model(group, content)
+            self.lose(group, pending)
             return
         self.index.commit(group, pending)
         for content in pending:
-            model.state[group][content] = READY
-        model.move_to_end(
-            group, [content for content in reversed(pending) if content not in model.pins[group]]
-        )
+            self.held[group][content].state = READY
+        self.use(group, reversed(pending))
 
     @rule(group=groups, hashes=parts)
     def commit_what_is_not_pending(self, group, hashes):
-        if any(self.model.state[group].get(content) is not PENDING for content in hashes):
+        if not self.in_state(group, PENDING).issuperset(hashes):
             with pytest.raises(LocalError, match="is not pending"):
                 self.index.commit(group, hashes)
 
     @rule(group=groups, hashes=parts)
     def touch(self, group, hashes):
         self.index.touch(group, hashes)
-        order = self.model.ages(group)
-        self.model.move_to_end(group, [content for content in reversed(hashes) if (group, content) in order])
+        self.use(group, reversed(hashes))
 
     @rule(group=groups, hashes=parts, times=st.integers(1, 2))
     def pin(self, group, hashes, times):
-        model = self.model
-        wanted = hashes * times
-        if any(content not in model.state[group] for content in hashes):
+        there = [content for content in hashes if (held := self.held[group].get(content)) and held.state]
+        if there != hashes:
             with pytest.raises(LocalError, match="is not ready or pending"):
-                self.index.pin(group, wanted)
-            wanted = [content for content in wanted if content in model.state[group]]
-        self.index.pin(group, wanted)
-        for content in wanted:
-            model.pins[group][content] = model.pins[group].get(content, 0) + 1
-            model.leave(group, content)
+                self.index.pin(group, hashes * times)
+        self.index.pin(group, there * times)
+        for content in there:
+            self.held[group][content].pins += times
+        self.use(group, there)
 
     @rule(group=groups, hashes=parts)
     def unpin(self, group, hashes):
-        model = self.model
-        pins = model.pins[group]
-        if any(content not in pins for content in hashes):
+        pinned = [content for content in hashes if (held := self.held[group].get(content)) and held.pins]
+        if pinned != hashes:
             with pytest.raises(LocalError, match="unpinned more often"):
                 self.index.unpin(group, hashes)
-        hashes = [content for content in hashes if content in pins]
-        self.index.unpin(group, hashes)
-        for content in reversed(hashes):
-            pins[content] -= 1
-            if pins[content]:
-                continue
-            del pins[content]
-            if model.state[group].get(content) is READY:
-                model.ages(group).append((group, content))
-            elif content not in model.state[group]:
-                model.let_go(group, content)
+        self.index.unpin(group, pinned)
+        for content in reversed(pinned):
+            self.held[group][content].pins -= 1
+            if self.held[group][content].state is None:
+                self.lose(group, [content])
+        self.use(group, reversed(pinned))
 
     @rule(group=groups, hashes=parts)
     def drop(self, group, hashes):
         self.index.drop(group, hashes)
-        for content in hashes:
-            self.drop_in_model(group, content)
+        self.lose(group, hashes)
 
     @rule(group=groups, hashes=parts)
     def drop_unused(self, group, hashes):
         self.index.drop_unused(group, hashes)
-        for content in hashes:
-            if (group, content) in self.model.ages(group):
-                self.drop_in_model(group, content)
-
-    def drop_in_model(self, group, content):
-        model = self.model
-        if content in model.pins[group]:
-            model.state[group].pop(content, None)
-        elif content in model.state[group]:
-            model.let_go(group, content)
+        order = self.order[PLAN.class_of[group]]
+        self.lose(group, [content for content in hashes if (group, content) in order])
 
     @rule(group=groups, hashes=parts)
     def store(self, group, hashes):
@@ -196,9 +175,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.index.clear()
         for group in GROUPS:
-            for content, state in list(self.model.state[group].items()):
-                if state is READY:
-                    self.drop_in_model(group, content)
+            self.lose(group, self.in_state(group, READY))
         self.hear()
 
     @rule()
@@ -210,34 +187,34 @@ class IndexMachine(RuleBasedStateMachine):
             else:
                 assert self.told[event.group].isdisjoint(event.hashes)
                 self.told[event.group].update(event.hashes)
-        for group in GROUPS:
-            states = self.model.state[group]
-            assert self.told[group] == {content for content in states if states[content] is READY}
+        assert self.told == {group: self.in_state(group, READY) for group in GROUPS}
 
     @rule(group=groups, hashes=parts, broken=st.booleans())
     def look_up(self, group, hashes, broken):
         if broken:
             hashes = hashes[:20] + names(9, 0, 3) + hashes[20:]
-        states = [self.model.state[group].get(content, ABSENT) for content in hashes]
-        assert self.index.states(group, hashes) == states
-        ready = next((at for at, state in enumerate(states) if state is not READY), len(hashes))
-        rows = [self.model.row[group][content] for content in hashes[:ready]]
-        assert self.index.rows_of(group, hashes[:ready]) == rows
-        if ready < len(hashes):
-            with pytest.raises(LocalError, match=hashes[ready].hex()):
+        found = [self.held[group].get(content, Held(state=None)) for content in hashes]
+        assert self.index.states(group, hashes) == [held.state or ABSENT for held in found]
+        ready = list(takewhile(lambda held: held.state is READY, found))
+        assert self.index.rows_of(group, hashes[: len(ready)]) == [held.row for held in ready]
+        if len(ready) < len(hashes):
+            with pytest.raises(LocalError, match=hashes[len(ready)].hex()):
                 self.index.rows_of(group, hashes)
 
     @invariant()
     def nothing_is_lost(self):
         check_index(self.index)
         for group, counts in self.index.counts().items():
-            states = list(self.model.state[group].values())
-            assert counts.held == len(self.model.row[group])
-            assert (counts.ready, counts.pending) == (states.count(READY), states.count(PENDING))
-            assert counts.pinned == len(self.model.pins[group])
+            held = self.held[group].values()
+            assert counts.held == len(held)
+            assert counts.ready == len(self.in_state(group, READY))
+            assert counts.pending == len(self.in_state(group, PENDING))
+            assert counts.pinned == sum(one.pins > 0 for one in held)
         for place, rows in enumerate(PLAN.classes):
-            held = [row for group in PLAN.groups_of(place) for row in self.model.row[group].values()]
-            assert len(set(held)) == len(held) == rows.num_rows - self.model.free[place]
+            taken = [held.row for group in PLAN.groups_of(place) for held in self.held[group].values()]
+            assert len(set(taken)) == len(taken) == rows.num_rows - self.num_free(place)
+            made = self.index.classes[place]
+            assert [made.content[row] for row in made.ages] == self.order[place]
 
 
 class TestIndex(IndexMachine.TestCase):

@@ -70,5 +70,5 @@ def test_every_job_is_reported_once():
     loads.begin([good, bad])
     loads.end([good], ok=True)
     loads.end([bad], ok=False)
-    assert jobs.take().offload == (OffloadReport(0, parked={1: (), 2: (b"c", b"d")}),)
+    assert jobs.take().offload == (OffloadReport(0, done={1: (), 2: (b"c", b"d")}),)
     assert not jobs.take().offload

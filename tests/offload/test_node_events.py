@@ -23,29 +23,21 @@ ROWS = {"gqa": 22 << 15, "sliding": 200 << 14, "hybrid": 96 << 13, "mixed": 5 <<
 class Heard:
     """Has the next nodes announce what their tiers hold, and hears that as a serving stack would.
 
-    ``prefixes`` are the tokens that hashes stand for, of all requests so far: of a window or a state, what
-    comes before is not announced.
+    ``links`` are those of all requests so far: of a window or a state, what comes before is not announced.
     """
 
-    def __init__(self, monkeypatch, prefixes=None):
-        self.prefixes = {b"": []} if prefixes is None else prefixes
-        self.events, self.router = TierEvents(Plain()), Replay(self.hashed, b"")
+    def __init__(self, monkeypatch, links=None):
+        self.events, self.router = TierEvents(Plain()), Replay(links)
         self.counts: Counter[str] = Counter()
         for name, stated in (("KeptCache", {"announces": True}), ("KeptBlocks", {"events": self.events})):
             made = functools.partial(getattr(node_connector, name), **stated)
             monkeypatch.setattr(node_connector, name, made)
 
-    def hashed(self, before, tokens):
-        whole = self.prefixes[before] + list(tokens)
-        hashes = PrefixHashes(len(whole))
-        hashes.extend_to(whole)
-        return hashes[0]
-
     def check(self, keeper):
         for request in keeper.requests.values():
-            hashes = PrefixHashes(1)
-            hashes.extend_to(request.token_ids)
-            self.prefixes.update((name, request.token_ids[:end]) for end, name in enumerate(hashes, 1))
+            names = PrefixHashes(1)
+            names.extend_to(request.token_ids)
+            self.router.learn(request.token_ids, names)
         while self.events:
             for event in self.events.take():
                 self.counts[f"{event.tier} {type(event).__name__}"] += 1
@@ -84,9 +76,9 @@ def test_what_was_heard_is_what_is_there(monkeypatch, tmp_path, model):
 
 @pytest.mark.parametrize("model", sorted(ROWS))
 def test_what_a_disk_held_before_a_restart_is_announced_with_its_tokens(monkeypatch, tmp_path, model):
-    settings, on_disk, prefixes = disk_settings(tmp_path, disk_bytes=4 << 20), [], {b"": []}
+    settings, on_disk, links = disk_settings(tmp_path, disk_bytes=4 << 20), [], {}
     for lengths in ((40, 150, 97), ()):
-        heard = Heard(monkeypatch, prefixes)
+        heard = Heard(monkeypatch, links)
         keeper = make_keeper(offload=settings, model=model)
         for length in lengths:
             keeper.ask(make_prompt(length, seed=length), 20)

@@ -32,8 +32,8 @@ class Kept(Endless):
         self.dense = set()
 
     def keep(self, request):
-        tokens, hit = request.tokens[:-1], sum(request.hits[0])
-        ends = self.boundaries(request.prompt) | {max(self.boundaries(len(tokens)), default=0)}
+        tokens, hit = request.token_ids[:-1], sum(request.hits[0])
+        ends = self.boundaries(request.num_prompt_tokens) | {max(self.boundaries(len(tokens)), default=0)}
         for group in self.groups:
             for position in range(len(tokens) // group.block_tokens - group.is_draft):
                 if (position + 1) * group.block_tokens <= hit and not self.reads(group, position, hit):
@@ -102,7 +102,7 @@ def check_hits(kinds, align, prompts, checkpoint, max_new, tiers=()):
             stack.half.host.index.clear()
         if serial % 3 == 2:
             # The next turn of a talk: the answer is part of the prompt.
-            prompt = stack.done[-1].tokens + [99] * (serial % 5)
+            prompt = stack.done[-1].token_ids + [99] * (serial % 5)
         request = stack.add(f"r{serial}", prompt, max_new=max_new)
         stack.run(everything=True)
         hit = sum(request.hits[0])
@@ -153,7 +153,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "wait_s": st.sampled_from([0.02, 2.0]),
                 "decoded": st.booleans(),
                 "local": st.booleans(),
-                "reuses_at_once": st.booleans(),
                 "budget": st.sampled_from([7, 16, 40]),
             }
         ),
@@ -182,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = (prompt + [self.serial % 3] * (fresh % 4) + list(range(fresh)))[:70] or [1]
         self.prompts.append(prompt)
         name = f"r{self.serial % 5}"
-        if name not in self.stack.requests and name not in self.stack.loading:
+        if name not in self.stack.requests and name not in self.stack.kept:
             self.stack.add(name, prompt, max_new=new)
 
     @rule(count=st.integers(1, 6))
@@ -199,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stack.running)
     @rule()
     def preempt(self) -> None:
-        self.stack.preempts_next = True
+        self.stack._preempt(self.stack.running[-1])
 
     @rule()
     def forget_device_cache(self) -> None:
@@ -286,8 +285,7 @@ def test_no_hit_is_looked_for_again_once_something_was_stored_but_not_each_time(
     late = asking(stack, "late", range(64))
     assert stack.half.matched_tokens(late, 0) == (0, False)
     prefill_only = stack.add("first", range(64))
-    while prefill_only.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(prefill_only)
     stack.settle()
     asked_at = stack.clock.now
     stack.half.matched_tokens(late, 0)
@@ -333,10 +331,8 @@ def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
     prefill(stack, "first", range(64))
     stack.ranks.fail = 1.0
     request = stack.add("again", range(64))
-    while not request.hits:
-        stack.step(everything=True)
-    while stack.loading:
-        stack.step(everything=True)
+    stack.until(lambda: request.hits)
+    stack.until(lambda: not stack.loading)
     stack.ranks.fail = 0.0
     assert num_ready(stack.half.host.index, 0, request.hashes(4)) == 0
     assert stack.half.matched_tokens(request, 0) == (0, False)
@@ -369,22 +365,18 @@ def test_a_rank_that_never_answers_costs_wait_s_and_its_rows(tiers):
     stack.ranks.silent = {1}
     request = stack.add("again", range(64))
     began = stack.clock.now
-    while not request.hits:
-        stack.step(everything=True)
+    stack.until(lambda: request.hits)
     assert request.hits == [(0, 0)]
     assert 0.9 < stack.clock.now - began < 1.3
-    while request.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(request)
     # The next may wait for what this one stored, but nobody waits for the same a second time.
     for name, most_s in (("next", 1.3), ("third", 0.2)):
         began = stack.clock.now
         other = stack.add(name, range(64))
-        while not other.hits:
-            stack.step(everything=True)
+        stack.until(lambda hits=other.hits: hits)
         assert other.hits == [(0, 0)]
         assert stack.clock.now - began < most_s
-    while stack.requests:
-        stack.step(everything=True)
+    stack.until(lambda: not stack.requests)
     for _ in range(70):
         stack.clock.now += 1
         stack.step(everything=True)
@@ -411,15 +403,15 @@ def test_reports_come_in_any_order_and_more_than_once():
     def report(*reports):
         stack.half.update_results(Results(offload=reports))
 
-    report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, stored={store.job: ()}))
-    report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
-    report(OffloadReport(1, stored={store.job: store.hashes}, kept=(store.job,)))
+    report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, done={store.job: ()}))
+    report(OffloadReport(1, done={store.job: (lost,), 999: ()}))
+    report(OffloadReport(1, done={store.job: store.hashes}, kept=(store.job,)))
     assert num_ready(stack.half.host.index, 0, store.hashes) == 0
-    report(OffloadReport(0, stored={store.job: ()}))
+    report(OffloadReport(0, done={store.job: ()}))
     assert num_ready(stack.half.host.index, 0, store.hashes) == 2
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
-    report(OffloadReport(0, kept=(store.job,), fetched={store.job: ()}))
+    report(OffloadReport(0, kept=(store.job,)))
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 0, 0)
     stack.half.request_finished(request, ids)
@@ -434,9 +426,8 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
     if stage in ("gathered", "ordered"):
         request = stack.add("first", range(64))
         while not len(stack.half._stores):
-            stack._schedule()
-            stack._tell()
-            stack._execute()
+            stack.compute(stack.schedule())
+            stack.hooks.tell()
         if stage == "ordered":
             stack.ranks.before_step(orders(stack))
     else:
@@ -445,7 +436,7 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
             stack.half.host.index.clear()
         request = stack.add("again", range(64))
         if stage == "restoring":
-            stack._schedule()
+            stack.schedule()
             stack.ranks.start(orders(stack))
         elif stage != "waiting":
             answer = stack.half.matched_tokens(request, 0)
@@ -475,8 +466,7 @@ def test_short_rows_are_passed_over_and_counted():
     request = asking(stack, "again", range(64))
     assert stack.half.matched_tokens(request, 0) == (56, True)
     other = stack.add("other", range(500, 600))
-    while other.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(other)
     stack.settle()
     assert failures(stack)["offload_rows_short"] >= 1
     stack.waiting.append(request)
@@ -510,8 +500,8 @@ def test_settings_bound_what_is_kept_and_restored(settings, hit):
     for kinds in (FULL, SLIDING, HYBRID):
         stack = stack_of(kinds, checkpoint_tokens=0, **settings)
         first = prefill(stack, "first", range(70), max_new=17)
-        assert len(first.tokens) == 87
-        assert sum(prefill(stack, "again", [*first.tokens, 5]).hits[0]) == hit
+        assert first.num_tokens == 87
+        assert sum(prefill(stack, "again", [*first.token_ids, 5]).hits[0]) == hit
 
 
 @pytest.mark.parametrize("most", [0, 20, 10**9, -1, "7", 3.5, True])
@@ -628,8 +618,7 @@ def test_hits_are_told_by_where_they_came_from():
     names = stack.done[-1].hashes(4)
     stack.half.host.index.drop(0, names[8:])
     request = stack.add("again", range(64))
-    while not request.hits:
-        stack.step(everything=True)
+    stack.until(lambda: request.hits)
     assert stack.half.sources("again", 56) == {"disk": 24, "host": 32}
     assert stack.half.sources("again", 10) == {"disk": 10}
     stack.run()
@@ -654,14 +643,13 @@ def test_what_a_disk_gets_after_the_last_request_is_heard_without_another_one(is
         stack.hear = lambda: None
     stack.add("last", range(64))
     keep = stack.ranks._keep
-    stack.ranks._keep = lambda rank, told, changes, *job: stack.ranks.todo[rank].append(("keep", *job))
+    stack.ranks._keep = lambda rank, *job: stack.ranks.todo[rank].append(("keep", *job))
     for _ in range(20):
         stack.step(everything=True)
     assert not stack.requests
     assert stack.half.pending == is_heard, "vLLM steps while it is pending"
     stack.ranks._keep = keep
-    while stack.half.pending:
-        stack.step(everything=True)
+    stack.until(lambda: not stack.half.pending)
     assert bool(stack.half.host.lower.counts()) == is_heard
     stack.ranks.silent = {0}
     stack.add("never kept", range(1000, 1064))
@@ -688,7 +676,7 @@ def test_blocks_that_follow_one_another_share_an_event(tier):
         request = requests[event.tokens[0] >= 500]
         first = request.hashes(4).index(event.hashes[0])
         assert event.parent == request.hashes(4)[first - 1]
-        assert event.tokens == request.tokens[4 * first : 4 * first + 12]
+        assert event.tokens == request.token_ids[4 * first : 4 * first + 12]
 
 
 def test_events_begin_with_what_the_disk_held_in_bounded_batches():
@@ -746,8 +734,8 @@ def test_what_one_rank_has_read_and_another_missed_is_taken_back_and_announced_a
     half = stack_of(num_ranks=2, tiers=("store",)).half
     there = (TierChange("store", 0, (b"a",)),)
     job = half.host.jobs.open(JobKind.FETCH, 0, half.host.index.reserve(0, [b"a"])[0], tier="store")
-    read = OffloadReport(0, fetched={job.number: ()}, changes=there)
-    missed = OffloadReport(1, fetched={job.number: (b"a",)}, changes=(TierChange("store", 0, (), (b"a",)),))
+    read = OffloadReport(0, done={job.number: ()}, changes=there)
+    missed = OffloadReport(1, done={job.number: (b"a",)}, changes=(TierChange("store", 0, (), (b"a",)),))
     half.update_results(Results(offload=(missed, read) if last == 0 else (read, missed)))
     assert not half.take_events()
     half.update_results(Results(offload=(OffloadReport(0, changes=there), OffloadReport(1, changes=there))))
@@ -781,8 +769,7 @@ def test_restores_that_keep_failing_are_left_alone_for_a_while():
 def test_no_job_becomes_overdue_while_nothing_is_stepped():
     stack = stack_of()
     request = stack.add("r", range(64))
-    while request.request_id in stack.requests:
-        stack.step(everything=True)
+    stack.end(request)
     stack.clock.now += 3600
     stack.settle()
     assert not failures(stack)

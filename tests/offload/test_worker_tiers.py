@@ -243,7 +243,7 @@ def test_a_job_is_kept_once_what_changed_before_was_reported():
     rig.order(stores=(store(1, [(1, 1)], 1),))
     until(lambda: not rig.worker._jobs.counts()["keep"])
     first, second = (rig.worker.results().offload[0] for _ in range(2))
-    assert 1 in first.stored
+    assert 1 in first.done
     assert first.kept == ()
     assert second.kept == (1,)
     assert (first.is_recovering, second.is_recovering) == (True, False), "more is to be told"

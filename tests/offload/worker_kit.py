@@ -85,6 +85,7 @@ class Rig:
         closes_later(self)
         self.received, self.failed, self.changes = [], {}, []
         self.stored, self.fetched, self.found, self.kept = {}, {}, {}, set()
+        self.ends = {}
 
     def image(self):
         return Image(self.table, self.tensors)
@@ -100,6 +101,12 @@ class Rig:
 
     def order(self, **orders):
         both = OffloadOrders(**orders)
+        for jobs, ended in (
+            (both.stores, self.stored),
+            (both.fetches, self.fetched),
+            (both.seeks, self.found),
+        ):
+            self.ends.update({job.job: ended for job in jobs})
         self.worker.before_step(both)
         self.worker.start(both)
 
@@ -129,11 +136,10 @@ class Rig:
             self.cleared = report.cleared
             assert self.kept.isdisjoint(report.kept), "a job came back twice as kept"
             self.kept.update(report.kept)
-            for name in ("stored", "fetched", "found"):
-                for job, told in getattr(report, name).items():
-                    ours = getattr(self, name)
-                    assert job not in ours, f"job {job} came back twice as {name}"
-                    ours[job] = told
+            for job, told in report.done.items():
+                ended = self.ends.get(job, self.stored)
+                assert job not in ended, f"job {job} came back twice"
+                ended[job] = told
         return results
 
     def until(self, is_so, timeout_s=10.0):

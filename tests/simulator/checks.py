@@ -47,14 +47,15 @@ class Owed:
 class Books:
     """What one worker owes, by request; and the generation of each taken slot, by address, and since when.
 
-    Of ``finds`` it has since when each was asked, all by the worker's clock.
+    Of ``finds`` it has since when each was asked, all by the worker's clock; of the offload's ``jobs``
+    whether each parks KV.
     """
 
     holds: dict[str, Owed] = field(default_factory=dict)
     loads: dict[str, Owed] = field(default_factory=dict)
     finds: dict[str, list[float]] = field(default_factory=dict)
     restores: set[str] = field(default_factory=set)
-    parks: set[int] = field(default_factory=set)
+    jobs: dict[int, bool] = field(default_factory=dict)
     slots: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -83,7 +84,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("unreported loads", len(owed.loads)),
             ("unreported finds", sum(map(len, owed.finds.values()))),
             ("unreported restores", len(owed.restores)),
-            ("unreported parks", len(owed.parks)),
+            ("unreported jobs", len(owed.jobs)),
             ("finds", len(decode.finds)),
             ("leases", len(prefill.leases)),
             ("expected prefills", len(prefill.book.expected)),
@@ -151,11 +152,14 @@ class Checks:
         for load in orders.loads:
             self.forged_opens_nothing(load)
             if load.parks:
-                books.parks.update(park.job for park in load.parks)
+                books.jobs.update((park.job, True) for park in load.parks)
                 continue
             books.loads[load.request_id] = self._owed(worker, load, load.groups)
             self._loaded_by[load.request_id] = "name" if load.prefix is not None else "handle"
-        for restore in orders.offload.restores:
+        tiers = orders.offload
+        books.jobs.update((store.job, False) for store in tiers.stores)
+        books.jobs.update((seek.job, False) for seek in (*tiers.fetches, *tiers.seeks))
+        for restore in tiers.restores:
             books.restores.add(restore.request_id)
             self._loaded_by[restore.request_id] = "restore"
             half = worker.node.connector.offload
@@ -198,10 +202,10 @@ class Checks:
             self.each_once(worker, "restored", name, books.restores)
             books.restores.discard(name)
         for report in results.offload:
-            for job, failed in report.parked.items():
-                self.each_once(worker, "parked", job, books.parks)
-                books.parks.discard(job)
-                self.count("parks failed" if failed else "parks ok")
+            for job, failed in report.done.items():
+                self.each_once(worker, "done", job, books.jobs)
+                if books.jobs.pop(job, False):
+                    self.count("parks failed" if failed else "parks ok")
 
     def stepped(self, worker: SimWorker) -> None:
         self.no_exception(worker)

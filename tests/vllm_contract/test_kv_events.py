@@ -79,7 +79,7 @@ def keep(half, made):
     stores = half.build_orders().stores
     changes = tuple(TierChange("disk", each.copies.group, each.hashes[::-1]) for each in stores)
     numbers = {each.job: () for each in stores}
-    report = OffloadReport(0, stored=numbers, kept=tuple(numbers), changes=changes)
+    report = OffloadReport(0, done=numbers, kept=tuple(numbers), changes=changes)
     half.update_results(Results(offload=(report,)))
     events = half.take_events()
     assert not any(half.state().values())
@@ -187,7 +187,7 @@ def test_random_prompts_are_described_from_the_tier_that_they_come_back_from():
     assert half.matched_tokens(made, 0) == (None, False)
     fetches = half.build_orders().fetches
     fetched = {each.job: () for each in fetches}
-    half.update_results(Results(offload=(OffloadReport(0, fetched=fetched),)))
+    half.update_results(Results(offload=(OffloadReport(0, done=fetched),)))
     told = decoded(half.take_events())
     assert {event.medium for event in told} == {"CPU"}
     (event,) = [event for event in told if event.group_idx == 0]

@@ -331,7 +331,7 @@ def test_the_log_line():
 
 def test_reports_of_all_ranks_arrive_together():
     def output(rank: int) -> ModelRunnerOutput:
-        report = OffloadReport(rank, stored={7: ()}, changes=(TierChange("disk", 0, (b"h",)),))
+        report = OffloadReport(rank, done={7: ()}, changes=(TierChange("disk", 0, (b"h",)),))
         # Rank 0 reports for all ranks what peers have settled.
         results = Results(offload=(report,), settled=() if rank else ("a handle",))
         meta = ReportMetadata(results) if rank != 1 else None
@@ -345,7 +345,7 @@ def test_reports_of_all_ranks_arrive_together():
     merged = KVOutputAggregator(3).aggregate([output(rank) for rank in range(3)])
     told = merged.kv_connector_output.kv_connector_worker_meta.results
     assert [report.rank for report in told.offload] == [0, 2]
-    assert told.offload[0].stored == {7: ()}
+    assert told.offload[0].done == {7: ()}
     assert told.settled == ("a handle",)
 
 

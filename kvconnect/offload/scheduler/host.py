@@ -103,30 +103,25 @@ class Lookup:
     """The prefix lookup of one request: first the contents that it waits for, then the tokens promised to it.
 
     Attributes:
+        deadline: from then on it waits for nothing, and looks in host memory alone: at last when it answered.
         waits_for: contents under way to host memory, and seek jobs by number, each with its tier; the tier is
             empty if another request stores the content.
-        was_asked: whether seek jobs were opened once.
         found, brought: contents that seek jobs found, by tier; and the tier of contents that were fetched.
         lost: contents that could not be fetched, and are not tried again.
-        is_settled: the lookup waits for nothing more, and looks in host memory alone.
         pins: contents pinned in host memory: those promised, or those already here while it waits.
-        is_answered: ``length`` tokens beyond ``start_tokens`` are promised, for a request of ``num_tokens``.
-        looked_at, version: when the answer was found, and the version of host memory then.
+        length: tokens beyond ``start_tokens`` that are promised to a request of ``num_tokens``, 0 before.
+        version: that of host memory when the answer was found.
     """
 
     deadline: float
     waits_for: dict[Content | int, str] = field(default_factory=dict)
-    was_asked: bool = False
     found: dict[str, set[Content]] = field(default_factory=dict)
     lost: set[Content] = field(default_factory=set)
     brought: dict[Content, str] = field(default_factory=dict)
-    is_settled: bool = False
     pins: Pins = field(default_factory=dict)
-    is_answered: bool = False
     start_tokens: int = 0
     num_tokens: int = 0
     length: int = 0
-    looked_at: float = 0.0
     version: int = 0
 
 
@@ -254,12 +249,9 @@ _LONGEST_STEP_S = 1.0
 
 
 class JobKind(enum.Enum):
-    """What a job does with its contents of one group; the value is the field of ``OffloadReport`` for it."""
+    """What a job does with its contents of one group."""
 
-    STORE = "stored"
-    FETCH = "fetched"
-    SEEK = "found"
-    PARK = "parked"
+    STORE, FETCH, SEEK, PARK = range(4)
 
 
 @dataclass(eq=False)
@@ -330,16 +322,15 @@ class Jobs:
     def report(self, report: OffloadReport) -> tuple[Job, ...]:
         """The jobs that all ranks have done, or kept, as of this report. Repeated reports are ignored."""
         bit, ended = 1 << report.rank, {}
-        for kind in JobKind:
-            for number, named in getattr(report, kind.value).items():
-                job = self._jobs.get(number)
-                if job is None or job.kind is not kind or not job.unreported & bit:
-                    continue
-                job.unreported &= ~bit
-                job.named.update(named)
-                if not job.unreported:
-                    self.num_awaited -= not job.overdue
-                    ended[number] = job
+        for number, named in report.done.items():
+            job = self._jobs.get(number)
+            if job is None or not job.unreported & bit:
+                continue
+            job.unreported &= ~bit
+            job.named.update(named)
+            if not job.unreported:
+                self.num_awaited -= not job.overdue
+                ended[number] = job
         for number in report.kept:
             job = self._jobs.get(number)
             if job is not None and job.unkept & bit:

@@ -274,7 +274,7 @@ class OffloadScheduler:
             "offload_outgoing": len(self._stores),
             "offload_awaited": len(self._lookup),
             "offload_parked": len(self.parking),
-            "offload_described": self.host.events.num_described if self.host.events else 0,
+            "offload_described": 0 if self.host.events is None else self.host.events.num_described,
         }
 
     def usage(self) -> dict[str, Any]:

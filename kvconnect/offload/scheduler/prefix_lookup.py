@@ -45,13 +45,10 @@ class PrefixLookup:
 
     def find(self, request: OffloadRequest, start_tokens: int, now: float) -> int | None:
         """The tokens beyond ``start_tokens`` that can be restored; None: fetches are under way, ask again."""
-        num_tokens, lookup = request.view.num_tokens, request.lookup
-        if lookup is None:
-            lookup = request.lookup = Lookup(now + self._wait_s)
-        if (
-            lookup.is_answered
-            and (lookup.start_tokens, lookup.num_tokens) == (start_tokens, num_tokens)
-            and (lookup.length or lookup.version == self._version or now < lookup.looked_at + _NEGATIVE_TTL_S)
+        num_tokens, is_first = request.view.num_tokens, request.lookup is None
+        lookup = request.lookup = request.lookup or Lookup(now + self._wait_s)
+        if (lookup.start_tokens, lookup.num_tokens) == (start_tokens, num_tokens) and (
+            lookup.length or lookup.version == self._version or now < lookup.deadline + _NEGATIVE_TTL_S
         ):
             return lookup.length
         if lookup.waits_for:
@@ -62,13 +59,13 @@ class PrefixLookup:
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
             self._stuck.update(lookup.waits_for)
             self._abandon(lookup)
-        boundary = self._search(request, lookup, start_tokens, now)
+        boundary = self._search(request, lookup, start_tokens, now, seeks=is_first)
         if boundary is None:
             return None
         length = boundary - start_tokens
         lookup.length = length = length if length >= self._min_tokens else 0
-        lookup.start_tokens, lookup.num_tokens, lookup.is_answered = start_tokens, num_tokens, True
-        lookup.looked_at, lookup.version = now, self._version
+        lookup.start_tokens, lookup.num_tokens, lookup.version = start_tokens, num_tokens, self._version
+        lookup.deadline = now
         former, lookup.pins = lookup.pins, {}
         if length:
             needed = self._needed(request, start_tokens, boundary)
@@ -81,9 +78,9 @@ class PrefixLookup:
 
     def withdraw(self, request: OffloadRequest) -> None:
         """Take back a promise: its contents may be gone."""
-        if request.lookup is not None and request.lookup.is_answered:
+        if request.lookup is not None and request.lookup.num_tokens:
             self._host.unpin(request.lookup.pins)
-            request.lookup.is_answered, request.lookup.length = False, 0
+            request.lookup.num_tokens = request.lookup.length = 0
 
     def release(self, request: OffloadRequest) -> None:
         if request.lookup is not None:
@@ -200,29 +197,27 @@ class PrefixLookup:
                 lookup.found.setdefault(job.tier, set()).update(found)
 
     def _abandon(self, lookup: Lookup) -> None:
-        """Stop waiting: from now on the lookup counts only contents in host memory."""
+        """Stop waiting."""
         for awaited in lookup.waits_for:
             left = self._waiters[awaited]
             left.remove(lookup)
             if not left:
                 del self._waiters[awaited]
         lookup.waits_for.clear()
-        lookup.is_settled = True
 
     # The search
 
-    def _search(self, request: OffloadRequest, lookup: Lookup, start_tokens: int, now: float) -> int | None:
+    def _search(
+        self, request: OffloadRequest, lookup: Lookup, start_tokens: int, now: float, *, seeks: bool
+    ) -> int | None:
         """The end of the hit in host memory, in tokens; None while seeks or fetches may make it longer."""
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         here, _ = self._longest(request, start_tokens, None)
-        if here >= limit or lookup.is_settled or now >= lookup.deadline:
-            lookup.is_settled = True
+        if here >= limit or now >= lookup.deadline:
             return here
         self._resting = {tier: until for tier, until in self._resting.items() if until > now}
-        if not lookup.was_asked:
-            lookup.was_asked = True
-            if self._seek(request, lookup, start_tokens):
-                return None
+        if seeks and self._seek(request, lookup, start_tokens):
+            return None
         best, junction = self._longest(request, start_tokens, lookup)
         if junction > max(best, start_tokens):
             # Other prompts share this prefix: keep windows and states here for the next one.
@@ -234,7 +229,6 @@ class PrefixLookup:
                 return None
             # No row was free. The hit in host memory may be shorter than before.
             here, _ = self._longest(request, start_tokens, None)
-        lookup.is_settled = True
         return here
 
     def _longest(self, request: OffloadRequest, start_tokens: int, lookup: Lookup | None) -> tuple[int, int]:

@@ -84,7 +84,8 @@ class RankJobs:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._named: dict[Report, dict[int, tuple[bytes, ...]]] = {report: {} for report in Report}
+        self._done: dict[int, tuple[bytes, ...]] = {}
+        self._kept: list[int] = []
         self._received: list[str] = []
         self._failed: dict[str, Reason] = {}
 
@@ -143,8 +144,10 @@ class RankJobs:
                 self._failed[job.key] = Cause.RESTORE(error)
                 # The scheduler half warns of the first.
                 logger.debug("the KV of request %s could not be restored: %s", job.key, error)
+        elif report is Report.KEPT and job.key is not None:
+            self._kept.append(job.key)
         elif job.key is not None:
-            self._named[report][job.key] = named
+            self._done[job.key] = named
         if not job.owed:
             del self._open[job.number]
 
@@ -171,7 +174,7 @@ class RankJobs:
     def take(self) -> Results:
         """All new reports, and as many changes of tiers as suit one step."""
         with self._lock:
-            named, received, failed = self._named, self._received, self._failed
+            done, kept, received, failed = self._done, self._kept, self._received, self._failed
             self._start_anew()
             changes, left = [], CHANGES_AT_ONCE
             while self._changes and left > 0:
@@ -180,18 +183,15 @@ class RankJobs:
                 left -= len(change.added) + len(change.removed) + sum(map(len, change.footers)) // _HASH_BYTES
             if self._changes:
                 # The report that a job was kept ends it, so the changes of its tiers must come first.
-                self._named[Report.KEPT] = named.pop(Report.KEPT)
+                self._kept, kept = kept, []
             is_more, num_cleared, is_recovering = bool(self._changes), self._num_cleared, self.is_recovering
         if is_more:
             self._notify()
         report = OffloadReport(
             self._rank,
             num_cleared,
-            stored=named[Report.STORED],
-            kept=tuple(named.get(Report.KEPT, ())),
-            fetched=named[Report.FETCHED],
-            found=named[Report.FOUND],
-            parked=named[Report.PARKED],
+            done,
+            tuple(kept),
             changes=tuple(changes),
             is_recovering=is_recovering or is_more,
         )
