@@ -234,7 +234,7 @@ class OffloadWorker:
         return self._jobs.take()
 
     def on_results(self, wake: Callable[[], None]) -> None:
-        self._jobs.on_results(wake)
+        self._jobs.wake = wake
 
     def changes(self) -> Changes | None:
         return self._metrics.changes()
