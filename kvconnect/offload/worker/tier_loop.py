@@ -178,15 +178,13 @@ class TierLoop:
             sleep_s = self._step()
             if sleep_s > 0 and self._wake.wait(sleep_s):
                 self._wake.clear()
-        # Shutdown: wait for copies, close tiers, and fail jobs that are still open.
+        # Shutdown: wait for copies, and close tiers. The worker fails jobs that are still open.
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
         while self.copies and time.monotonic() < give_up_s:
             time.sleep(_NAP_S)
             self._step()
         self.close_tiers(time.monotonic())
-        self._jobs.fail_all("the worker was closed")
-        self._export()
         self._copier.close()
         self._arena.close()
 
@@ -277,9 +275,9 @@ class TierLoop:
         progress = bool(done)
         is_recovering = False
         for tier in self.tiers:
-            update = self._poll(tier)
-            is_recovering |= update.is_recovering
-            if update:
+            # Before the poll, which takes all that was added until then.
+            is_recovering |= tier.tracker.is_recovering
+            if update := self._poll(tier):
                 progress = True
                 self._take(tier, update, now)
         # Only after the last changes were taken.
