@@ -25,14 +25,13 @@ FORMAT_VERSION = 1
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """All facts as JSON text, and their SHA-256 digest of 32 bytes. ``label`` is for operators, no fact."""
+    """All facts as JSON text, and their SHA-256 digest of 32 bytes."""
 
     text: str
     digest: bytes
-    label: str = ""
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any], label: str = "") -> Namespace:
+    def of(cls, facts: Mapping[str, Any]) -> Namespace:
         """The namespace of facts in any order, with text as keys.
 
         Raises ``LocalError``: a fact is not text, a finite number, true, false, none, a list or a dictionary.
@@ -42,7 +41,7 @@ class Namespace(msgspec.Struct, frozen=True):
             text = json.dumps(
                 stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
             )
-            return cls(text, hashlib.sha256(text.encode()).digest(), label)
+            return cls(text, hashlib.sha256(text.encode()).digest())
         except (TypeError, ValueError) as error:
             raise LocalError(f"a fact of the namespace cannot be kept: {error}") from error
 

@@ -86,14 +86,12 @@ class TierUpdate:
         changes: contents that the tier gained (True) and lost.
         footers: by content, for contents from before the tier's start, if the tier was to read footers.
         failures: counts by reason.
-        is_recovering: the tier has yet to add contents from before its start.
     """
 
     done: list[TierCall] = field(default_factory=list)
     changes: dict[Content, bool] = field(default_factory=dict)
     footers: dict[Content, bytes] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
-    is_recovering: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.done or self.changes or self.failures)
@@ -137,6 +135,7 @@ class CompletionTracker:
         self.wake: Callable[[], None] = lambda: None
         self.epoch = 0
         self.is_recovering = False
+        """Whether the tier has yet to add contents from before its start."""
         self.logged: set[str] = set()
         self._update = TierUpdate()
 
@@ -197,5 +196,4 @@ class CompletionTracker:
         """Everything since the last call."""
         with self._lock:
             taken, self._update = self._update, TierUpdate()
-            taken.is_recovering = self.is_recovering
         return taken

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from kvconnect.cache.identity import Naming, Prefix
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.pack.page_lanes import Column
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Park
 
@@ -23,14 +22,12 @@ class Kept:
     """The rows of a prefix, as blocks of ``KeptByName.table``; ``is_intact`` until one is given away.
 
     Rows still being read from disk, and blocks that the device still computes, are valid once ``is_ready``,
-    if intact then. ``rows``: by row class, the rows and the numbers of the jobs that fill them.
-    ``on_device``: ``groups`` are logical blocks of the device's prefix cache instead.
+    if intact then. ``on_device``: ``groups`` are logical blocks of the device's prefix cache instead.
     """
 
     groups: tuple[GroupBlocks, ...]
     is_intact: Callable[[], bool]
     is_ready: Callable[[], bool] = lambda: True
-    rows: tuple[tuple[int, Column, Column], ...] = ()
     on_device: bool = False
 
 

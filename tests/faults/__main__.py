@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.harness import run_app
 from kvconnect.errors import ConfigError
-from tests.faults.disk import run_damage, run_disk_kills
+from tests.faults.disk import run_disk_kills
 from tests.faults.hostile import BATTERIES, attacked_stage, run_batteries, run_liars
 from tests.faults.links import CUTS, Wire, link_stage, run_cut
 from tests.faults.signals import (
@@ -177,23 +177,18 @@ def soak(
 @app.command()
 def disk(
     count: Annotated[int, typer.Option(min=0, help="SIGKILLs of a process that writes.")] = 100,
-    records: Annotated[int, typer.Option(min=0, help="Records that are damaged in every way.")] = 10_000,
     path: Annotated[
         str, typer.Option(help="A folder on the disk that is meant; left out, one for temporary files.")
     ] = "",
     seed: Seed = 0,
 ) -> None:
-    """SIGKILL of a process that writes to the disk tier, and damage to its files: nothing wrong is served."""
+    """SIGKILL of a process that writes to the disk tier: nothing wrong is served."""
     if path and not Path(path).is_dir():
         raise ConfigError(f"--path is {path!r}; accepted: a folder that is there")
-    # What a tier says of every piece of damage is what was asked for here.
+    # What a tier says of what a kill leaves is what was asked for here.
     logging.getLogger("kvconnect").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="kvconnect-faults-", dir=path or None) as folder:
-        # Kills first: they fork, and damage leaves threads behind for a moment.
-        reports: list[Report] = [run_disk_kills(Path(folder, "kills"), count, seed=seed)]
-        if records:
-            reports += run_damage(Path(folder, "damage"), records, seed=seed)
-    _show(reports)
+        _show([run_disk_kills(Path(folder, "kills"), count, seed=seed)])
 
 
 if __name__ == "__main__":

@@ -67,19 +67,6 @@ class HitReport(ServedReport):
     hits: int = 0
 
 
-@dataclass(kw_only=True)
-class RowReport(Report):
-    """The report of a battery against a disk tier.
-
-    ``served`` are the rows that were read afterwards, ``wrong`` those of them that are not what was written,
-    ``failures`` what the tier counted, by reason.
-    """
-
-    served: int = 0
-    wrong: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-
-
 DEADLINES: dict[str, float] = {
     "lease_s": 4.0,
     "peer_timeout_s": 4.0,

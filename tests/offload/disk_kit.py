@@ -8,21 +8,26 @@ from pathlib import Path
 
 from kvconnect.offload.disk.disk_tier import DiskTier
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, row_name
+from tests.faults.disk import taken_bytes
 from tests.offload.tier_suite import TierDriver, until
 
 NAMESPACE = "0123456789abcdef" * 4
 
 
+BUG = 0
+"""Among the errnos of ``Faults``: an error of our own."""
+
+
 class Faults:
     """What goes wrong in a folder: ``faults`` are errnos by the name of a call. ``room_bytes`` is what may
-    still be written, None for any. Called, it opens a folder of ``folder_type``."""
+    still be written, None for any. Called, it opens a folder of ``folder_type``. ``most_bytes`` were taken by
+    a folder after any write."""
 
     def __init__(self, folder_type=None) -> None:
         self.folder_type = folder_type or FaultyFolder
         self.faults: dict[str, int] = {}
         self.room_bytes: int | None = None
-        self.no_room = errno.ENOSPC
-        self.calls: dict[str, int] = {}
+        self.most_bytes = 0
 
     def __call__(self, path, *, is_made=True):
         return self.folder_type(self, path, is_made=is_made)
@@ -36,10 +41,9 @@ class FaultyFolder(DiskFolder):
         super().__init__(path, is_made=is_made)
 
     def _may_fail(self, call: str) -> None:
-        faults = self.faults
-        faults.calls[call] = faults.calls.get(call, 0) + 1
-        if call in faults.faults:
-            raise OSError(faults.faults[call], os.strerror(faults.faults[call]))
+        error = self.faults.faults.get(call)
+        if error is not None:
+            raise OSError(error, os.strerror(error)) if error else RuntimeError("injected")
 
     def open(self, name, flags):
         self._may_fail("create" if flags & os.O_CREAT and ".kv" in name else "open")
@@ -50,12 +54,17 @@ class FaultyFolder(DiskFolder):
         return super().read(file, buffers, offset)
 
     def write(self, file, buffers, offset):
-        self._may_fail("write")
         faults = self.faults
+        if faults.faults.get("write"):
+            # A part of it is on the disk by then.
+            super().write(file, [b"part"], offset)
+        self._may_fail("write")
         if faults.room_bytes is None:
-            return super().write(file, buffers, offset)
+            written = super().write(file, buffers, offset)
+            faults.most_bytes = max(faults.most_bytes, taken_bytes(self.path))
+            return written
         if not faults.room_bytes:
-            raise OSError(faults.no_room, os.strerror(faults.no_room))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data = b"".join(bytes(buffer) for buffer in buffers)[: faults.room_bytes]
         faults.room_bytes -= len(data)
         return super().write(file, [data], offset)

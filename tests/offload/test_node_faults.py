@@ -14,11 +14,8 @@ PROMPT = make_prompt(300, seed=1)
 class Ticket:
     """A copy that ends when, and how, a test says."""
 
-    def __init__(self, real, *, done=True, error=None) -> None:
-        self.real, self.done, self.error, self.waited_s = real, done, error, 0.0
-
-    def wait(self) -> None:
-        self.done = True
+    def __init__(self, *, done=True, error=None) -> None:
+        self.done, self.error, self.waited_s = done, error, 0.0
 
 
 def copier(keeper: Keeper):
@@ -31,7 +28,7 @@ def test_a_restore_that_fails_is_computed_whatever_the_policy_for_peers(model):
     assert keeper.ask(PROMPT) == expected(PROMPT, model=model)
     wipe(keeper)
     asked = []
-    copier(keeper).restore = lambda copies, after=None: asked.append(copies) or Ticket(None, error="cut")
+    copier(keeper).restore = lambda copies, after=None: asked.append(copies) or Ticket(error="cut")
     assert keeper.ask(PROMPT) == expected(PROMPT, model=model)
     assert keeper.cached == 0
     assert len(asked) == 1, "it is tried once"
@@ -49,7 +46,7 @@ def test_an_abort_while_blocks_are_restored_keeps_them_until_they_are_quiet():
     held = []
 
     def restore(copies, after=None):
-        held.append(Ticket(None, done=False))
+        held.append(Ticket(done=False))
         return held[-1]
 
     copier(keeper).restore = restore

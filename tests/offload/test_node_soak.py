@@ -77,10 +77,10 @@ def soak(model: str, count: int, keeper: Keeper, seed: int = 0) -> tuple[Soak, i
     ("model", "count", "prefix_cache"),
     [
         pytest.param("gqa", 300, False, marks=pytest.mark.full),
-        ("gqa", 100, True),
+        ("gqa", 60, True),
         ("sliding", 40, False),
         pytest.param("sliding", 100, True, marks=pytest.mark.full),
-        ("hybrid", 60, False),
+        ("hybrid", 40, False),
         ("mixed", 40, False),
     ],
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvconnect.engine.store_process import Verb
 from kvconnect.errors import EngineError
@@ -50,7 +53,7 @@ class FakeProcess:
         self.store, self.memory = store, memory
         self.trouble = {}
         self.orders = []
-        self.dead = self.closed = False
+        self.dead = self.killed = self.closed = False
 
     def ask(self, lane, order, timeout_s):
         if self.dead:
@@ -97,7 +100,7 @@ class FakeProcess:
         return len(value)
 
     def kill(self):
-        self.dead = True
+        self.dead = self.killed = True
 
     def close(self):
         self.dead = self.closed = True
@@ -128,6 +131,82 @@ class TestStoreTierOverAFake(LowerTierSuite):
 
     def make_tier(self, tmp_path):
         return StoreTier(FakeStore().start, NAMESPACE, max_queued_bytes=self.queue_bytes, batch_bytes=1 << 21)
+
+
+VERBS = {"write": Verb.PUT, "read": Verb.GET, "seek": Verb.EXIST, "clear": Verb.CLEAR}
+REASONS = {-200: "store_full", -600: "store_wrong_size", -800: "store_io"}
+TROUBLES = [None, None, None, EngineError("broken"), RuntimeError("a bug"), "hang", -900, *REASONS]
+steps = st.tuples(
+    st.sampled_from(["write", "write", "read", "seek", "clear", "spoil"]),
+    st.sampled_from(TROUBLES),
+    st.sets(st.integers(0, 7), min_size=1),
+    st.integers(0, 2),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(steps, max_size=12))
+def test_whatever_its_process_does_a_tier_has_what_was_written_and_announces_what_it_saw(steps):
+    """A step has a trouble; after one that loses the process some starts are refused."""
+    store = FakeStore()
+    times = {"retry_s": (0.001, 0.002), "call_timeout_s": 0.05}
+    tier = StoreTier(store.start, NAMESPACE, max_queued_bytes=1 << 30, batch_bytes=1 << 16, **times)
+    tier.announce()
+    driver, everything = TierDriver(tier), list(some_rows(8, 1).items())
+    model, announced = {}, set()
+    assert driver.seek([everything[0][0]]) == set()
+    for what, trouble, chosen, refused in steps:
+        rows, process, failures = dict(everything[at] for at in chosen), store.processes[-1], Counter()
+        if what == "spoil":
+            trouble = None
+            for content in list(rows.keys() & model.keys())[:1]:
+                key = tier._keys(blank_rows({content: 1}))[0]
+                store.values[key] = store.values[key][:-1] + bytes([store.values[key][-1] ^ 1])
+                del model[content]
+                failures["store_corrupt"] = 1
+        else:
+            store.refuses_to_start = refused
+            process.trouble[VERBS[what]] = threading.Event() if trouble == "hang" else trouble
+        is_lost = trouble is not None and (what == "clear" or trouble not in REASONS)
+        there = {} if trouble is not None else {one: model[one] for one in rows.keys() & model.keys()}
+        if trouble in REASONS and what in ("write", "read"):
+            failures[REASONS[trouble]] = len(rows)
+        match what:
+            case "write":
+                failed = driver.write(rows)
+                assert set(failed) == (set() if trouble is None else set(rows))
+                if not failed:
+                    model |= rows
+                    announced |= rows.keys()
+            case "read" | "spoil":
+                assert driver.read(lengths_of(rows)) == there
+                announced = announced - rows.keys() | there.keys()
+            case "seek":
+                # What is sought has no tokens to announce yet.
+                assert driver.seek(list(rows)) == there.keys()
+                announced -= rows.keys() - there.keys()
+            case "clear":
+                # Weights may have changed since what was kept before.
+                tier.clear()
+                driver.index.clear()
+                model, announced = {}, set()
+                assert driver.seek(list(rows)) == set()
+                assert driver.read(lengths_of(rows)) == {}
+                failures["store_not_cleared"] = int(trouble in REASONS)
+        if is_lost:
+            until(lambda process=process: tier._link.process not in (process, None))
+            assert process.killed
+            announced = set()
+            failures["store_unreachable"] = 1 + refused
+            failures["store_internal"] = int(isinstance(trouble, RuntimeError))
+        until(lambda: tier._cleared == tier.tracker.epoch)
+        assert len(store.values) == len(model)
+        process.trouble.clear()
+        driver.poll()
+        assert Counter(driver.failures) == failures
+        assert driver.index == announced
+        driver.failures.clear()
+    assert tier.close()
 
 
 def test_orders_wait_for_the_first_start(store, make):
@@ -166,84 +245,12 @@ def test_closing_does_not_wait_for_a_start(store, make):
     assert set(driver.write(rows)) == set(rows)
 
 
-@pytest.mark.parametrize("verb", [Verb.PUT, Verb.GET, Verb.EXIST])
-def test_an_order_that_fails_loses_itself_and_the_process(store, make, verb):
-    _, driver = make()
-    rows, fresh = some_rows(5, 4), some_rows(5, 5)
-    assert driver.write(rows) == ()
-    store.processes[0].trouble[verb] = EngineError("broken")
-    calls = {
-        Verb.PUT: lambda: driver.write(fresh) == tuple(fresh),
-        Verb.GET: lambda: driver.read(lengths_of(rows)) == {},
-        Verb.EXIST: lambda: driver.seek(list(rows)) == set(),
-    }
-    assert calls[verb]()
-    assert store.processes[0].dead
-    assert driver.failures == {"store_unreachable": 1}
-    until(lambda: driver.read(lengths_of(rows)) == rows)
-    assert len(store.processes) == 2
-
-
-def test_a_process_that_hangs_is_killed_before_its_rows_are_given_up(store, make):
-    _, driver = make(call_timeout_s=0.1)
-    rows = some_rows(5, 6)
-    assert driver.write(rows) == ()
-    process = store.processes[0]
-    process.trouble[Verb.GET] = threading.Event()
-    assert driver.read(lengths_of(rows)) == {}
-    assert process.dead
-    until(lambda: driver.read(lengths_of(rows)) == rows)
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [(-200, "store_full"), (-800, "store_io"), (-600, "store_wrong_size"), (-900, "store_unreachable")],
-)
-def test_codes_are_misses_and_counted_by_reason(store, make, code, reason):
-    _, driver = make()
-    rows = some_rows(5, 7)
-    assert driver.write(rows) == ()
-    for process in store.processes:
-        process.trouble = {Verb.PUT: code, Verb.GET: code}
-    assert driver.read(lengths_of(rows)) == {}
-    assert driver.failures == {reason: 1 if code == -900 else 5}
-
-
 def test_long_calls_go_in_batches(store, make):
     _, driver = make(batch_bytes=1 << 14)
     rows = some_rows(40, 8, length=3000)
     assert driver.write(rows) == ()
     assert store.processes[0].orders.count(Verb.PUT) >= 8
     assert driver.read(lengths_of(rows)) == rows
-
-
-@pytest.mark.parametrize("trouble", [EngineError("broken"), -800])
-def test_a_clear_is_done_before_anything_that_was_ordered_later(store, make, trouble):
-    """Also if the store can only be reached later: weights may have changed since what was kept before."""
-    tier, driver = make()
-    rows = some_rows(5, 10)
-    assert driver.write(rows) == ()
-    store.processes[0].trouble[Verb.CLEAR] = trouble
-    store.refuses_to_start = 2
-    tier.clear()
-    while len(store.processes) < 2:
-        assert driver.seek(list(rows)) == set()
-        assert driver.read(lengths_of(rows)) == {}
-    until(lambda: not store.values)
-    assert driver.failures.get("store_not_cleared", 0) == (trouble == -800)
-    assert store.processes[1].orders[0] is Verb.CLEAR
-    assert driver.write(rows) == ()
-    assert driver.read(lengths_of(rows)) == rows
-
-
-def test_a_clear_reaches_a_store_that_returns_though_no_job_comes(store, make):
-    tier, driver = make()
-    assert driver.write(some_rows(5, 11)) == ()
-    store.processes[0].trouble[Verb.CLEAR] = EngineError("broken")
-    store.refuses_to_start = 2
-    tier.clear()
-    until(lambda: not store.values)
-    assert store.processes[1].orders == [Verb.CLEAR]
 
 
 def test_rows_that_are_being_copied_when_the_store_is_cleared_are_not_kept(store, make, monkeypatch):
@@ -337,53 +344,6 @@ def test_the_process_is_told_when_it_is_closed(store, make):
     assert driver.write(some_rows(1, 14)) == ()
     assert tier.close()
     assert store.processes[0].orders[-1] is Verb.CLOSE
-
-
-def test_a_bug_in_the_way_does_not_end_a_thread(store, make):
-    _, driver = make()
-    rows = some_rows(2, 15)
-    assert driver.write(rows) == ()
-    store.processes[0].trouble[Verb.GET] = RuntimeError("a bug")
-    assert driver.read(lengths_of(rows)) == {}
-    assert driver.failures == {"store_internal": 1, "store_unreachable": 1}
-    until(lambda: driver.read(lengths_of(rows)) == rows)
-
-
-def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
-    """Written or read, and until it is missed, spoilt or cleared, or the store is lost."""
-    tier, driver = make()
-    tier.announce()
-    rows, others = some_rows(6, 1), some_rows(3, 2)
-    assert driver.write(rows) == ()
-    assert driver.index == set(rows)
-    store.values.update(
-        {
-            tier._keys(blank_rows({content: 1}))[0]: tier._format.header(content, memoryview(row)) + row
-            for content, row in others.items()
-        }
-    )
-    assert driver.seek(list(others)) == set(others)
-    assert driver.index == set(rows), "what is sought has no tokens yet"
-    assert driver.read(lengths_of(others)) == others
-    assert driver.index == {*rows, *others}
-    first, second, *_ = rows
-    del store.values[tier._keys(blank_rows({first: 1}))[0]]
-    driver.seek(list(rows))
-    assert driver.index == {*rows, *others} - {first}, "it was asked for and is gone"
-    key = tier._keys(blank_rows({second: 1}))[0]
-    store.values[key] = store.values[key][:-1] + b"?"
-    assert second not in driver.read(lengths_of(rows))
-    assert driver.index == {*rows, *others} - {first, second}, "it is spoilt"
-    store.processes[-1].dead = True
-    driver.seek(list(rows))
-    until(lambda: driver.poll() is not None and driver.index == set())
-    until(lambda: tier.state()["link"] == "up" or driver.seek(list(rows)) is None)
-    assert driver.write(some_rows(4, 5)) == ()
-    assert driver.index == set(some_rows(4, 5))
-    tier.clear()
-    driver.index.clear()
-    assert driver.write(rows) == ()
-    assert driver.index == set(rows)
 
 
 def test_a_store_of_which_nothing_is_to_be_announced_reports_nothing(make):

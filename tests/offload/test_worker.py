@@ -7,9 +7,9 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import cache_folders, look
-from kvconnect.transfer.orders import OffloadOrders, Restore, Results, Seek, Store, TierFetch
+from kvconnect.transfer.orders import Restore, Seek, Store, TierFetch
 from tests.offload.rows_by_hand import rows_of
-from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies, hashes
+from tests.offload.worker_kit import NUM_BLOCKS, Rig, copies, hashes
 
 
 @pytest.fixture
@@ -20,25 +20,6 @@ def rig():
 def test_memory_that_is_too_small_for_one_hit_is_refused_before_any_of_it_is_taken():
     with pytest.raises(ConfigError, match=r"cpu_bytes is 65536: .* the shortest hit needs 1000 of them"):
         Rig(least_rows={1: 1000})
-
-
-def test_what_is_stored_is_restored_though_the_blocks_were_overwritten(rig):
-    before = rig.image()
-    stores = tuple(
-        Store(group, copies(group, [(1, 0), (5, 2), (4, 1)]), hashes(1, 2, 3)) for group in range(NUM_GROUPS)
-    )
-    orders = OffloadOrders(stores=stores)
-    rig.worker.before_step(orders)
-    rig.scribble(1)
-    rig.worker.start(orders)
-    rig.until(lambda: rig.stored == {0: (), 1: (), 2: ()})
-    rig.restore_all(before, [(7, 2, 5), (9, 0, 1)])
-    rig.until_idle()
-    assert not rig.kept
-    assert rig.sample("offload_rows", move="stored", tier="cpu") == 9
-    assert rig.sample("offload_rows", move="restored", tier="cpu") == 6
-    row_bytes = rig.worker.row_bytes
-    assert rig.sample("offload_bytes", move="restored", tier="cpu") == 2 * sum(row_bytes.values())
 
 
 @pytest.mark.parametrize(
@@ -84,21 +65,6 @@ def test_a_wake_that_fails_harms_nobody(rig):
     rig.worker.on_results(lambda: 1 / 0)
     rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
     rig.until(lambda: rig.stored == {1: ()})
-
-
-def test_a_closed_worker_reports_what_was_open_and_nothing_twice():
-    rig = Rig()
-    for job in range(20):
-        rig.order(
-            stores=(Store(job, copies(0, [(1, job % 4)]), hashes(job), keep=True),),
-            restores=(Restore(str(job), (copies(1, [(1, 0)]),)),),
-        )
-    rig.close()
-    rig.close()
-    assert sorted(rig.stored) == sorted(rig.kept) == list(range(20))
-    assert sorted(rig.received, key=int) == [str(job) for job in range(20)]
-    assert not any(rig.worker.state().values())
-    assert rig.worker.results() == Results()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

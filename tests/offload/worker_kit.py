@@ -17,7 +17,7 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.worker.offload_worker import OffloadWorker
-from kvconnect.transfer.orders import OffloadOrders, Restore, RowCopies
+from kvconnect.transfer.orders import OffloadOrders, RowCopies
 from kvconnect.transfer.stack import RankCache
 from tests.caches import attention_layer, fill_random
 from tests.identities import named
@@ -109,21 +109,6 @@ class Rig:
             self.ends.update({job.job: ended for job in jobs})
         self.worker.before_step(both)
         self.worker.start(both)
-
-    def restore_all(self, image, moves):
-        """Restore rows into blocks of all groups, and nothing else changes.
-
-        ``moves`` are of block, row, and the block of ``image`` that has been stored in that row.
-        """
-        now = self.image()
-        every = tuple(copies(group, [(block, row) for block, row, _ in moves]) for group in range(NUM_GROUPS))
-        self.order(restores=(Restore("r", every),))
-        self.until(lambda: self.received == ["r"])
-        assert not self.failed
-        for group in range(NUM_GROUPS):
-            for block, _, stored in moves:
-                now.write(group, block, image.row(group, stored))
-        assert self.image().same_as(now)
 
     def collect(self):
         results = self.worker.results()

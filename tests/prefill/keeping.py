@@ -55,7 +55,7 @@ class Keeper:
         )
         ticket = self.copier.snapshot([job.copies])
         assert ticket.error is None
-        self.jobs.end(job, Report.STORED)
+        self.jobs.end(job)
         return rows
 
 

@@ -117,7 +117,7 @@ class SimTiers(OffloadWorker):
         copier = SimCopier(worker, Copier(RowParts(layout, arena), arena))
         self._own_loop = loop = SimLoop(worker, copier, arena, self)
         self._copier, self._loop = copier, loop  # type: ignore[assignment]
-        self._jobs.on_results(worker.node.wake)
+        self._jobs.wake = worker.node.wake
         self._jobs.names = NamedRows(naming, requirements, memory.table, arena, self._jobs)
         if keeps.park_share:
             self.open_for_loads()

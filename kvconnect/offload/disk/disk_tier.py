@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -11,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvconnect.cache.identity import MODEL
-from kvconnect.config import OffloadConfig
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.row_files import (
     CLOSED,
@@ -23,40 +20,20 @@ from kvconnect.offload.disk.row_files import (
     reason_of,
 )
 from kvconnect.offload.lower_tier import LowerTier
-from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tier import CompletionTracker, Content, Kind, TierRow
 
 logger = logging.getLogger(__name__)
-
 
 READ_THREADS = 8
 _LEAST_BYTES_PER_THREAD = 1 << 20
 _REPORTED_AT_ONCE = 256
 
 
-def open_disk_tier(
-    config: OffloadConfig, namespace: Namespace, rank: int, world_size: int, *, reads_footers: bool = False
-) -> DiskTier:
-    """The disk tier of one rank, as configured. It recovers rows from before its start in the background.
-
-    Raises ``ConfigError``: the path is no folder of this user, or another process uses it.
-    """
-    # Not all facts: finding rows takes the salt, which a reader of the folder must not learn.
-    model = json.loads(namespace.text)["facts"]["identity"].get(MODEL, {}).get("", "")
-    owner = FolderOwner(namespace.digest.hex(), rank, world_size, namespace.label, model)
-    return DiskTier(
-        Path(config.disk_path),
-        owner,
-        config.disk_bytes,
-        max_queued_bytes=config.max_queued_bytes,
-        reads_footers=reads_footers,
-    )
-
-
 class DiskTier(LowerTier):
     """Rows in files of one folder, ``path/<namespace>-rank<rank>``.
 
-    If the folder cannot be used, or a write fails, the tier tries again when it is to write after a pause.
+    It recovers rows from before its start in the background. If the folder cannot be used, or a write fails,
+    it tries again when it is to write after a pause.
 
     Args:
         path: the parent of the folders of all ranks and namespaces.
@@ -66,6 +43,8 @@ class DiskTier(LowerTier):
         reads_footers: whether recovered rows are reported with their footers.
         pause_s: how long after a failed write nothing is written.
         open_folder: opens a folder; for tests.
+
+    Raises ``ConfigError``: the path is no folder of this user, or another process uses it.
     """
 
     name = "disk"

@@ -158,12 +158,7 @@ class DiskFolder:
 
     def write_row(self, name: str, buffers: Sequence[Any]) -> None:
         """Write a row's file under another name, then rename it to ``name``, where all files are whole."""
-        file = self.open(UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            if _move_all(self.write, file, buffers) < sum(map(len, buffers)):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(file)
+        self._put(UNFINISHED, buffers)
         self.rename(UNFINISHED, name)
 
     def read_row(self, file: int, buffers: Sequence[Any]) -> int:
@@ -174,7 +169,7 @@ class DiskFolder:
     def mark_cleared(self, is_cleared: bool) -> None:
         """Mark all rows in the folder as void, also for the next process; or remove that mark."""
         if is_cleared:
-            os.close(self.open(_CLEARED, os.O_WRONLY | os.O_CREAT))
+            self._put(_CLEARED, ())
         else:
             self.remove(_CLEARED)
         self.is_cleared = is_cleared
@@ -183,9 +178,13 @@ class DiskFolder:
         """Write the owner into the folder for operators."""
         names = {"label": owner.label[:MAX_LABEL], "model": owner.model[:MAX_LABEL]}
         text = json.dumps({"namespace": owner.namespace, **names, "rank": owner.rank})
-        file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._put(_FACTS, [text.encode()])
+
+    def _put(self, name: str, buffers: Sequence[Any]) -> None:
+        file = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            self.write(file, [text.encode()], 0)
+            if _move_all(self.write, file, buffers) < sum(map(len, buffers)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(file)
 

@@ -80,7 +80,8 @@ class RankJobs:
         self._num_cleared = 0
         self.is_recovering = False
         """Whether a tier has yet to report contents from before its start."""
-        self._wake: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
+        """Called, on any thread, when there is something to take."""
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -88,9 +89,6 @@ class RankJobs:
         self._kept: list[int] = []
         self._received: list[str] = []
         self._failed: dict[str, Reason] = {}
-
-    def on_results(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
 
     def open(
         self, key: int | str | None, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
@@ -103,17 +101,16 @@ class RankJobs:
             self._open[job.number] = job
         return job
 
-    def end(self, job: RankJob, report: Report, named: Iterable[bytes] = ()) -> None:
-        """Send a job's next report, with the contents ``named``; ignored if it is not the next one owed."""
+    def end(self, job: RankJob, named: Iterable[bytes] = ()) -> None:
+        """Send a job's next report, with the contents ``named``; ignored if it owes none any more."""
         named = tuple(named)
-        if self.names is not None and report in _FILLS and job.owed[:1] == (report,):
+        if self.names is not None and next(iter(job.owed), None) in _FILLS:
             self.names.fill(job, named)
         with self._lock:
-            is_owed = job.owed[:1] == (report,)
-            if is_owed:
-                self._report(job, named, "")
-        if is_owed:
-            self._notify()
+            if not job.owed:
+                return
+            self._report(job, named, "")
+        self._notify()
 
     def fail(self, job: RankJob, error: str) -> None:
         """Send all reports that a job still owes, as failed."""
@@ -205,6 +202,6 @@ class RankJobs:
 
     def _notify(self) -> None:
         try:
-            self._wake()
+            self.wake()
         except Exception:
             logger.exception("internal error in waking the thread that takes results")

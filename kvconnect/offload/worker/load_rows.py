@@ -39,4 +39,4 @@ class LoadRows:
 
     def end(self, parks: Sequence[Park], *, ok: bool) -> None:
         for park in parks:
-            self._jobs.end(self._open.pop(park.job), Report.PARKED, () if ok else park.names)
+            self._jobs.end(self._open.pop(park.job), () if ok else park.names)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from kvconnect.offload.copies.rows import RowArena, row_table
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import DISK
 from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
-from kvconnect.offload.worker.named_contents import NamedContents, Needed, placed
+from kvconnect.offload.worker.named_contents import Held, NamedContents, Needed, placed
 from kvconnect.pack.page_lanes import Column
 from kvconnect.transfer.kept import Kept, Stock
 from kvconnect.transfer.orders import RowCopies
@@ -61,8 +61,8 @@ class NamedRows(NamedContents):
         self.table, self._pages = row_table(device, arena)
         self._plan, self._jobs, self._loop = plan, jobs, loop
         self._reading: dict[int, RankJob] = {}
-        # Rows that fetches of peers read; an entry goes when its fetch drops it.
-        self._kept: WeakSet[Kept] = WeakSet()
+        # The rows that fetches of peers read; an entry goes when its fetch drops it.
+        self._kept: WeakKeyDictionary[Kept, list[Held]] = WeakKeyDictionary()
 
     # Changes of rows
 
@@ -134,8 +134,8 @@ class NamedRows(NamedContents):
             groups.append(placed(group, parts, self._pages[group.group].ids(rows)))
             jobs.update(self._reading[number] for number in self._reading.keys() & set(numbers.tolist()))
         is_intact = partial(self._are_intact, held)
-        kept = Kept(tuple(groups), is_intact, lambda: not any(job.owed for job in jobs), tuple(held))
-        self._kept.add(kept)
+        kept = Kept(tuple(groups), is_intact, lambda: not any(job.owed for job in jobs))
+        self._kept[kept] = held
         return kept if is_intact() else None
 
     def _are_there(self, index: int, places: Column, numbers: Column) -> NDArray[np.bool_]:
@@ -159,7 +159,7 @@ class NamedRows(NamedContents):
         for job in self._reading.values():
             if job.owed:
                 is_free[self._class_of[job.copies.group]][list(job.copies.rows)] = False
-        for index, rows, _ in (rows for kept in self._kept for rows in kept.rows):
+        for index, rows, _ in chain.from_iterable(self._kept.values()):
             is_free[index][rows] = False
         absent: list[tuple[int, int, list[bytes]]] = []
         for group, _, names in needed:

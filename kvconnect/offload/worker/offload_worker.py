@@ -11,10 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvconnect.cache.identity import Identity, Naming
+from kvconnect.cache.identity import MODEL, Identity, Naming
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import EngineError, LayoutError
 from kvconnect.metrics import Changes, OffloadMetrics
@@ -106,7 +107,7 @@ class OffloadWorker:
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
         kept = {"cache": cache_facts(self._cache.config), "rows": row_facts(self._table)}
-        return Namespace.of({**kept, **own, "identity": self.identity.facts}, self._label)
+        return Namespace.of({**kept, **own, "identity": self.identity.facts})
 
     @property
     def names(self) -> NamedRows | None:
@@ -149,11 +150,19 @@ class OffloadWorker:
         config, made = self._config, list[LowerTier]()
         with ExitStack() as undo:
             if config.disk_path:
-                from kvconnect.offload.disk.disk_tier import open_disk_tier
+                from kvconnect.offload.disk.disk_tier import DiskTier
+                from kvconnect.offload.disk.folder import FolderOwner
 
+                # Not all facts: finding rows takes the salt, which a reader of the folder must not learn.
+                model = self.identity.facts.get(MODEL, {}).get("", "")
+                owner = FolderOwner(namespace.digest.hex(), self._rank, self._world_size, self._label, model)
                 made.append(
-                    open_disk_tier(
-                        config, namespace, self._rank, self._world_size, reads_footers=self._announces
+                    DiskTier(
+                        Path(config.disk_path),
+                        owner,
+                        config.disk_bytes,
+                        max_queued_bytes=config.max_queued_bytes,
+                        reads_footers=self._announces,
                     )
                 )
                 undo.callback(made[-1].close)
@@ -234,7 +243,7 @@ class OffloadWorker:
         return self._jobs.take()
 
     def on_results(self, wake: Callable[[], None]) -> None:
-        self._jobs.on_results(wake)
+        self._jobs.wake = wake
 
     def changes(self) -> Changes | None:
         return self._metrics.changes()

@@ -24,7 +24,7 @@ from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.copies.rows import RowArena
 from kvconnect.offload.lower_tier import LowerTier
 from kvconnect.offload.tier import DISK, HOST, Content, Kind, TierCall, TierRow, TierUpdate
-from kvconnect.offload.worker.jobs import RankJob, RankJobs, Report
+from kvconnect.offload.worker.jobs import RankJob, RankJobs
 from kvconnect.transfer.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
@@ -178,15 +178,13 @@ class TierLoop:
             sleep_s = self._step()
             if sleep_s > 0 and self._wake.wait(sleep_s):
                 self._wake.clear()
-        # Shutdown: wait for copies, close tiers, and fail jobs that are still open.
+        # Shutdown: wait for copies, and close tiers. The worker fails jobs that are still open.
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
         while self.copies and time.monotonic() < give_up_s:
             time.sleep(_NAP_S)
             self._step()
         self.close_tiers(time.monotonic())
-        self._jobs.fail_all("the worker was closed")
-        self._export()
         self._copier.close()
         self._arena.close()
 
@@ -277,9 +275,9 @@ class TierLoop:
         progress = bool(done)
         is_recovering = False
         for tier in self.tiers:
-            update = self._poll(tier)
-            is_recovering |= update.is_recovering
-            if update:
+            # Before the poll, which takes all that was added until then.
+            is_recovering |= tier.tracker.is_recovering
+            if update := self._poll(tier):
                 progress = True
                 self._take(tier, update, now)
         # Only after the last changes were taken.
@@ -308,18 +306,18 @@ class TierLoop:
                 if restored is None:
                     self._stored(job, now)
                 else:
-                    self._jobs.end(job, Report.RECEIVED)
+                    self._jobs.end(job)
             except Exception as error:
                 # Reports that the job sent before this stand.
                 self._fail_copy(job, "internal", f"an error of our own: {error}")
 
     def _stored(self, job: RankJob, now: float) -> None:
         """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
-        self._jobs.end(job, Report.STORED)
+        self._jobs.end(job)
         if job.is_void:
             self._jobs.fail(job, "cleared")
         elif not self.tiers:
-            self._jobs.end(job, Report.KEPT)
+            self._jobs.end(job)
         elif job.owed:
             job.num_writing = len(self.tiers)
             for tier in self.tiers:
@@ -338,7 +336,7 @@ class TierLoop:
         job: RankJob = call.job
         group, named, verb = job.copies.group, [hash_ for _, hash_ in call.named], call.kind
         if verb == "seek":
-            self._jobs.end(job, Report.FOUND, named)
+            self._jobs.end(job, named)
             return
         good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
         self._moved(good, name, [(group, len(job.hashes) - len(named))], now - call.began_s)
@@ -346,11 +344,11 @@ class TierLoop:
         if verb == "write":
             job.num_writing -= 1
             if not job.num_writing:
-                self._jobs.end(job, Report.KEPT)
+                self._jobs.end(job)
         else:
             if name == DISK:
                 self._measure(group, len(job.hashes) - len(named), call.began_s, now)
-            self._jobs.end(job, Report.FETCHED, named)
+            self._jobs.end(job, named)
 
     def _begin(self, tier: LowerTier, kind: Kind, job: RankJob, now: float) -> None:
         group = job.copies.group
