@@ -17,13 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvconnect.cache.specs import (
-    ChunkedLocalSpec,
-    FullAttentionSpec,
-    KVCacheGroup,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.retention import FULL, Chunked, Retention, Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, StateSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.tier_index import READY, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
@@ -324,18 +319,16 @@ class Kind:
     chunk: int | None = None
 
     def spec(self) -> KVCacheGroup:
-        name = (f"{id(self)}",)
+        spec = FullAttentionSpec(self.tokens, 1, 1, torch.int8, retention=self.rule)
         if self.is_state:
-            return KVCacheGroup(name, StateSpec(CAP, ((1,),), (torch.int8,)))
-        if self.window is not None:
-            return KVCacheGroup(
-                name, SlidingWindowSpec(self.tokens, 1, 1, torch.int8, sliding_window=self.window)
-            )
+            spec = StateSpec(CAP, ((1,),), (torch.int8,))
+        return KVCacheGroup((f"{id(self)}",), spec)
+
+    @property
+    def rule(self) -> Retention:
         if self.chunk is not None:
-            return KVCacheGroup(
-                name, ChunkedLocalSpec(self.tokens, 1, 1, torch.int8, chunk_tokens=self.chunk)
-            )
-        return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
+            return Chunked(self.chunk)
+        return FULL if self.window is None else Window(self.window)
 
     def sees(self, earlier: int, token: int) -> bool:
         """Whether computing ``token`` reads an earlier one."""
