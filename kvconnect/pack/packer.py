@@ -173,7 +173,7 @@ def make_coder(
     """The coder of slots of up to ``most_bytes`` on a device; on CUDA it takes Triton. See ``Packer``."""
     if device.type != "cuda":
         return ExponentCoder(most_bytes)
-    from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+    from kvconnect.pack.exponent_code_triton import TritonExponentCoder
 
     return TritonExponentCoder(most_bytes, device, cuda_stream)
 
