@@ -10,13 +10,13 @@ import itertools
 import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.retention import Window
 from kvconnect.cache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     LayerSpec,
     MLASpec,
-    SlidingWindowSpec,
     StateSpec,
 )
 
@@ -45,7 +45,7 @@ def spec_of(kind: str, tokens: int, heads: int, width: int, dtype: torch.dtype, 
         case "state":
             return StateSpec(tokens, ((width,),), (dtype,))
         case "window":
-            return SlidingWindowSpec(tokens, heads, width, dtype, sliding_window=window)
+            return FullAttentionSpec(tokens, heads, width, dtype, retention=Window(window))
     return FullAttentionSpec(tokens, heads, width, dtype)
 
 

@@ -1,4 +1,4 @@
-"""A kind of attention that the package does not have: its rule and its spec are all that is added.
+"""A kind of attention that the package does not have: its rule is all that is added.
 
 A token of these layers sees the first tokens of the sequence (the sinks) and the last ones. What is in
 between is freed while a request runs, so the blocks that are kept have a hole. The bytes of such a group must
@@ -48,18 +48,6 @@ class FirstAndLast(Retention):
         return joined((range(min(self.sinks, position)), range(begin, max(begin, position))))
 
 
-@dataclass(frozen=True)
-class FirstAndLastSpec(FullAttentionSpec):
-    """Keys and values of the tokens that such a layer sees."""
-
-    sinks: int = 0
-    last: int = 0
-
-    @property
-    def retention(self):
-        return FirstAndLast(self.sinks, self.last)
-
-
 def is_read(token: int, position: int, sinks: int, last: int) -> bool:
     """Whether computing ``position`` reads an earlier token. Shares nothing with the rule."""
     return token < sinks or position - token < last
@@ -84,7 +72,7 @@ class Side:
             num_blocks,
             (
                 KVCacheGroup(("full",), FullAttentionSpec(*sizes)),
-                KVCacheGroup(("made_up",), FirstAndLastSpec(*sizes, sinks=sinks, last=last)),
+                KVCacheGroup(("made_up",), FullAttentionSpec(*sizes, retention=FirstAndLast(sinks, last))),
             ),
         )
         self.kernels = {0: kernel, 1: kernel}
@@ -193,9 +181,9 @@ class FirstAndLastKind(Kind):
     sinks: int = 1
     last: int = 1
 
-    def spec(self):
-        rule = {"sinks": self.sinks, "last": self.last}
-        return KVCacheGroup((f"{id(self)}",), FirstAndLastSpec(self.tokens, 1, 1, torch.int8, **rule))
+    @property
+    def rule(self):
+        return FirstAndLast(self.sinks, self.last)
 
     def sees(self, earlier, token):
         return is_read(earlier, token, self.sinks, self.last)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvconnect.cache.retention import FULL, Chunked, Retention, State, Window
+from kvconnect.cache.retention import FULL, Retention, State
 from kvconnect.errors import LayoutError, listed
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ class _PagedSpec:
 
 @dataclass(frozen=True)
 class FullAttentionSpec(_PagedSpec):
-    """Keys and values of every token. ``num_kv_heads`` counts the heads of this rank.
+    """Keys and values of each head in full, for the tokens that ``retention`` keeps.
 
-    ``head_size`` and ``head_size_v``, by default the same, count values per head. A backend with its own
-    order of values in a block may need another ``stored_block_size``.
+    ``num_kv_heads`` counts the heads of this rank, ``head_size`` and ``head_size_v``, by default the same,
+    values per head. A backend with its own order of values in a block may need another ``stored_block_size``.
     """
 
     block_size: int
@@ -86,6 +86,7 @@ class FullAttentionSpec(_PagedSpec):
     head_size_v: int | None = None
     page_size_padded: int | None = None
     stored_block_size: int | None = None
+    retention: Retention = FULL
 
     def __post_init__(self) -> None:
         self._check(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
@@ -94,41 +95,6 @@ class FullAttentionSpec(_PagedSpec):
     def content_bytes(self) -> int:
         width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
         return self.rows_per_block * self.num_kv_heads * width * self.dtype.itemsize
-
-    @property
-    def retention(self) -> Retention:
-        """Which tokens the layer sees."""
-        return FULL
-
-
-@dataclass(frozen=True)
-class SlidingWindowSpec(FullAttentionSpec):
-    """Keys and values of the last ``sliding_window`` tokens; earlier blocks become the null block."""
-
-    sliding_window: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _positive(type(self).__name__, sliding_window=self.sliding_window)
-
-    @property
-    def retention(self) -> Retention:
-        return Window(self.sliding_window)
-
-
-@dataclass(frozen=True)
-class ChunkedLocalSpec(FullAttentionSpec):
-    """Keys and values of the current chunk of ``chunk_tokens``; a chunk's blocks are freed at its end."""
-
-    chunk_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _positive(type(self).__name__, chunk_tokens=self.chunk_tokens)
-
-    @property
-    def retention(self) -> Retention:
-        return Chunked(self.chunk_tokens)
 
 
 @dataclass(frozen=True)
@@ -256,8 +222,6 @@ class KVCacheGroup:
         """The most blocks that a request of ``num_tokens`` holds at once; see ``Retention.most_blocks``."""
         if not self.retention.by_position:
             return 1
-        if self.retention.sees_all:
-            return div_ceil(num_tokens, self.block_size)
         return self.retention.most_blocks(num_tokens, self.block_size, step_tokens)
 
     def spec_of(self, layer_name: str) -> LayerSpec:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,16 +25,18 @@ _Card = TypeVar("_Card", bound=msgspec.Struct)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Flight:
-    """A batch without a completion yet. With ``error`` set it fails, even if the library reports success."""
+    """A batch without a completion yet. With ``error`` set it fails, even if the library reports success.
+
+    It times out at ``deadline``, in seconds of the adapter's clock.
+    """
 
     batch: Batch
     submitted_at: float
+    deadline: float = field(init=False)
     error: str = ""
 
-    @property
-    def deadline(self) -> float:
-        """The time in seconds of the adapter's clock at which the batch times out."""
-        return self.submitted_at + self.batch.timeout_s
+    def __post_init__(self) -> None:
+        self.deadline = self.submitted_at + self.batch.timeout_s
 
     @property
     def overdue(self) -> str:

@@ -8,6 +8,7 @@ explains the bytes, the lane is deduced, and marked as deduced. The root of ``/s
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 import math
 import os
@@ -107,32 +108,20 @@ class RdmaPort:
         return float(found[0]) * 1e9 / 8 if found else 0.0
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU. ``nvlinks``: the most that join it to one other GPU."""
-
-    name: str
-    nvlinks: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """The hardware that can carry bytes: RDMA ports, network interfaces with their ``speeds`` in Mb/s, and
-    GPUs."""
+    """The hardware that can carry bytes: RDMA ports, network interfaces with their ``speeds`` in Mb/s, the
+    names of GPUs, and the most ``nvlinks`` that join two of them."""
 
     rdma: tuple[RdmaPort, ...] = ()
     speeds: Mapping[str, int] = field(default_factory=dict)
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[str, ...] = ()
+    nvlinks: int = 0
 
     @property
     def active_ports(self) -> list[RdmaPort]:
         """The RDMA ports whose link is up."""
         return [port for port in self.rdma if port.state == ACTIVE]
-
-    @property
-    def most_nvlinks(self) -> int:
-        """The most NVLinks between two GPUs."""
-        return max((gpu.nvlinks for gpu in self.gpus), default=0)
 
 
 @dataclass(frozen=True)
@@ -210,7 +199,7 @@ def _memory_lane(seen: Seen) -> Transport:
 def expected_rate(fabric: Fabric, lane: Transport) -> float:
     """The rate in bytes per second that a lane should reach, 0 if unknown."""
     if lane.lane in ("nvlink", "cuda_ipc"):
-        return fabric.most_nvlinks * _NVLINK_BYTES_PER_S
+        return fabric.nvlinks * _NVLINK_BYTES_PER_S
     if lane.lane == "rdma":
         devices, active = {name.partition(":")[0] for name in lane.device.split(",")}, fabric.active_ports
         named = [port for port in active if port.device in devices] or active[:1]
@@ -283,11 +272,9 @@ def look_at_fabric(root: Path = Path("/"), *, with_gpus: bool) -> Fabric:
     """Find the hardware of this machine; GPUs only ``with_gpus``, which takes a second."""
     infiniband = root / "sys/class/infiniband"
     devices = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
-    return Fabric(
-        rdma=tuple(port for device in devices for port in _ports(device)),
-        speeds=_speeds(root / "sys/class/net"),
-        gpus=_gpus() if with_gpus else (),
-    )
+    rdma = tuple(port for device in devices for port in _ports(device))
+    gpus, nvlinks = _gpus() if with_gpus else ((), 0)
+    return Fabric(rdma=rdma, speeds=_speeds(root / "sys/class/net"), gpus=gpus, nvlinks=nvlinks)
 
 
 def read_text(path: Path) -> str:
@@ -318,14 +305,14 @@ def _speeds(interfaces: Path) -> dict[str, int]:
     return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine; none without a driver."""
+def _gpus() -> tuple[tuple[str, ...], int]:
+    """The names of this machine's GPUs, none without a driver, and the most NVLinks that join two of them."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        return (), 0
     try:
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         places = [pynvml.nvmlDeviceGetPciInfo(gpu).busId for gpu in gpus]
@@ -334,15 +321,12 @@ def _gpus() -> tuple[Gpu, ...]:
             [sum(end == place or end not in places for end in _link_ends(gpu)) for place in places]
             for gpu in gpus
         ]
-        found = []
-        for one, gpu in enumerate(gpus):
-            others = (other for other in range(len(gpus)) if other != one)
-            links = max((min(counts[one][other], counts[other][one]) for other in others), default=0)
-            found.append(Gpu(pynvml.nvmlDeviceGetName(gpu), links))
-        return tuple(found)
+        pairs = itertools.combinations(range(len(gpus)), 2)
+        most = max((min(counts[one][other], counts[other][one]) for one, other in pairs), default=0)
+        return tuple(pynvml.nvmlDeviceGetName(gpu) for gpu in gpus), most
     except pynvml.NVMLError as error:
         logger.debug("the GPUs cannot be read: %s", error)
-        return ()
+        return (), 0
     finally:
         pynvml.nvmlShutdown()
 

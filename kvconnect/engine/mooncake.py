@@ -23,7 +23,7 @@ import torch
 
 from kvconnect.engine.adapter import Adapter, decode_card, source_problem
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span
-from kvconnect.engine.mooncake_lanes import JobEnd, LaneJob, LanePool, NativeSender
+from kvconnect.engine.mooncake_lanes import LaneJob, LanePool, NativeSender
 from kvconnect.engine.mooncake_library import NVLINK, Library, load_library
 from kvconnect.errors import EngineError
 
@@ -103,7 +103,7 @@ class MooncakeEngine(Adapter):
         )
         self._settle_s = settle_s
         self._senders: list[NativeSender] = []
-        self._results: queue.SimpleQueue[JobEnd] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[LaneJob] = queue.SimpleQueue()
         self._home: Any = self._library.make_engine()
         self._session = self._library.session_of(self._home)
         # Over TCP a lane is cheap: every sender has its own, so that a silent peer delays no other peer. Over
@@ -172,15 +172,8 @@ class MooncakeEngine(Adapter):
 
     def submit(self, batch: Batch) -> None:
         self._admit(batch)
-        peer, now = self._peers[batch.peer], time.monotonic()
-        job = LaneJob(
-            batch=batch,
-            submitted_at=now,
-            session=peer.session,
-            settle_s=self._settle_s,
-            overdue_at=now + batch.timeout_s,
-        )
-        self._flights[batch.batch_id] = job
+        peer = self._peers[batch.peer]
+        job = self._flights[batch.batch_id] = LaneJob(batch=batch, submitted_at=time.monotonic())
         problem = source_problem(batch, self._spans)
         peer.stuck = [sender for sender in peer.stuck if sender.is_alive()]
         if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and not peer.senders:
@@ -194,7 +187,7 @@ class MooncakeEngine(Adapter):
     def _sender_for(self, peer: _Peer) -> NativeSender:
         """The sender thread of a peer that has the fewest batches."""
         if len(peer.senders) < self._senders_per_peer:
-            peer.senders.append(NativeSender(self._pool, self._results))
+            peer.senders.append(NativeSender(self._pool, peer.session, self._settle_s, self._results))
             self._senders = [sender for sender in self._senders if sender.is_alive()]
             self._senders.append(peer.senders[-1])
         busy = [job.sender for job in self._flights.values() if job.sender in peer.senders]
@@ -208,7 +201,7 @@ class MooncakeEngine(Adapter):
             self._take(self._results.get_nowait())
         now = time.monotonic()
         for job in list(self._flights.values()):
-            if now >= job.overdue_at:
+            if now >= job.deadline:
                 self._overdue(job, now)
         return self._take_finished() if self._finished else []
 
@@ -237,20 +230,19 @@ class MooncakeEngine(Adapter):
 
     # ---- how a batch ends
 
-    def _take(self, outcome: JobEnd) -> None:
-        job = outcome.job
+    def _take(self, job: LaneJob) -> None:
         if self._flights.get(job.batch.batch_id) is not job:
             return  # completed before, as not quiescent
-        error = job.error or outcome.error
+        error = job.error or job.failure
         if not error and time.monotonic() >= job.deadline:
             error = f"ended after its timeout of {job.batch.timeout_s:g} s"
-        self._answer(job, error, outcome.quiescent)
+        self._answer(job, error, job.quiescent)
 
     def _overdue(self, job: LaneJob, now: float) -> None:
         error = job.error or job.overdue
         if job.drop():
             self._answer(job, error)
-        elif now >= job.overdue_at + self._settle_s:
+        elif now >= job.deadline + self._settle_s:
             # The library cannot be interrupted. The sender retires its lane when the call returns.
             self._leave_sender(job)
             self._answer(job, error, quiescent=False)
@@ -271,7 +263,7 @@ class MooncakeEngine(Adapter):
         if job.drop():
             self._answer(job, error)
         else:
-            job.overdue_at = min(job.overdue_at, time.monotonic())
+            job.deadline = min(job.deadline, time.monotonic())
 
     # ---- lanes
 

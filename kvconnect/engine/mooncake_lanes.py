@@ -18,7 +18,6 @@ Behaviour of mooncake-transfer-engine 0.3.13.post1 that the code works around:
 from __future__ import annotations
 
 import atexit
-import enum
 import logging
 import os
 import queue
@@ -29,7 +28,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvconnect.engine.adapter import Flight
 
@@ -40,21 +39,22 @@ GRACE_S = 0.25
 
 # The library's probe message: the length of its JSON text, the type, then the text.
 _PROBE = b"\x04\x00\x00\x00\x00\x00\x00\x00\x03{}\n"
+REFUSES, SILENT = "refuses connections", "does not answer"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LaneJob(Flight):
-    """One batch in the queue of a thread, ``sender``. From ``overdue_at`` on the owner may complete it alone.
+    """One batch in the queue of a thread, ``sender``. From its deadline on the owner may complete it alone.
 
     ``claim`` is locked once, for good: by the sender right before the library may access memory, or by the
-    owner, who completed the job before that.
+    owner, who completed the job before that. ``failure``, empty on success, and ``quiescent`` are the end of
+    the job as its sender found it.
     """
 
-    session: str
-    settle_s: float
-    overdue_at: float
     sender: NativeSender | None = None
     claim: Any = field(default_factory=threading.Lock)
+    failure: str = ""
+    quiescent: bool = True
 
     def post(self) -> bool:
         """Mark the job as posted. False: it was dropped, or its deadline has passed."""
@@ -63,14 +63,6 @@ class LaneJob(Flight):
     def drop(self) -> bool:
         """Prevent the job from being posted. False: it was posted already."""
         return bool(self.claim.acquire(blocking=False))
-
-
-class JobEnd(NamedTuple):
-    """The end of a job: ``error`` is empty on success."""
-
-    job: LaneJob
-    quiescent: bool
-    error: str
 
 
 class SendingEngine:
@@ -144,16 +136,10 @@ class LanePool:
         return None if self._is_shared else sender
 
 
-class Reaction(enum.Enum):
-    """The reaction of a peer's port to a probe."""
-
-    ANSWERS = "answers"
-    REFUSES = "refuses connections"
-    SILENT = "does not answer"
-
-
-def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) -> Reaction:
+def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) -> str:
     """Probe the engine at ``host:port``, until the monotonic time ``until`` or until ``stop`` returns True.
+
+    Returns an empty text if it answers, else ``REFUSES`` or ``SILENT``.
 
     The library's own ``send_probe`` takes up to 60 s and cannot be interrupted, and a thread that returns
     from it while the interpreter ends aborts the process. So its message is sent from here.
@@ -168,29 +154,34 @@ def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) ->
                 sock.settimeout(min(max(until - time.monotonic(), 0.01), 0.1))
                 with suppress(TimeoutError):
                     sock.recv(4096)
-                    return Reaction.ANSWERS
+                    return ""
     except ConnectionRefusedError:
-        return Reaction.REFUSES
+        return REFUSES
     except (ConnectionResetError, BrokenPipeError):
-        return Reaction.ANSWERS
+        return ""
     except OSError as error:
         log.debug("%s cannot be asked for a sign of life: %s", session, error)
-    return Reaction.SILENT
+    return SILENT
 
 
 class NativeSender(threading.Thread):
-    """A thread that runs jobs of one peer, one at a time."""
+    """A thread that runs jobs of one peer, one at a time.
 
-    def __init__(self, pool: LanePool, results: queue.SimpleQueue[JobEnd]) -> None:
+    A failed job waits up to ``settle_s`` for the proof that it is quiescent.
+    """
+
+    def __init__(
+        self, pool: LanePool, session: str, settle_s: float, results: queue.SimpleQueue[LaneJob]
+    ) -> None:
         super().__init__(name="kvconnect-mooncake", daemon=True)
-        self._pool = pool
+        self._pool, self._session, self._settle_s = pool, session, settle_s
         self._results = results
         self._jobs: queue.SimpleQueue[LaneJob | None] = queue.SimpleQueue()
         self.start()
         _senders.add(self)
 
     def put(self, job: LaneJob | None) -> None:
-        """Queue a job; ``results`` gets a ``JobEnd`` for it unless it is dropped. None ends the thread."""
+        """Queue a job; ``results`` gets it at its end unless it is dropped. None ends the thread."""
         self._jobs.put(job)
 
     def run(self) -> None:
@@ -198,49 +189,49 @@ class NativeSender(threading.Thread):
             if job.claim.locked():
                 continue
             try:
-                outcome = self._run(job)
+                job.failure = self._run(job)
             except Exception as error:
-                log.debug("a transfer to %s broke", job.session, exc_info=True)
-                outcome = JobEnd(job, not job.claim.locked(), f"{type(error).__name__}: {error}")
-            self._results.put(outcome)
+                log.debug("a transfer to %s broke", self._session, exc_info=True)
+                job.failure, job.quiescent = f"{type(error).__name__}: {error}", not job.claim.locked()
+            self._results.put(job)
         self._pool.leave(self)
 
-    def _run(self, job: LaneJob) -> JobEnd:
+    def _run(self, job: LaneJob) -> str:
+        """Send a job; returns the problem, or an empty text."""
         self._pool.prepare_thread()
         lane = self._pool.lane_of(self)
-        problem = self._open(lane, job)
-        if problem:
-            return JobEnd(job, True, problem)
+        if problem := self._open(lane, job):
+            return problem
         if not job.post():
-            return JobEnd(job, True, "timed out before it could be posted")
+            return "timed out before it could be posted"
         batch = job.batch
         columns = [batch.source], [batch.target], [batch.total_bytes]
-        code = int(lane.engine.batch_transfer_sync_write(job.session, *columns))
+        code = int(lane.engine.batch_transfer_sync_write(self._session, *columns))
         if code == 0:
-            return JobEnd(job, True, "")
+            return ""
         self._pool.retire(self, lane)
         destroyed = lane.destroyed
         # The last reference, unless another sender shares the lane.
         del lane
-        return JobEnd(job, self._came_to_rest(destroyed, job), f"Mooncake's transfer returned {code}")
+        job.quiescent = self._came_to_rest(destroyed)
+        return f"Mooncake's transfer returned {code}"
 
     def _open(self, lane: SendingEngine, job: LaneJob) -> str:
         """Probe the peer before the first use of its session; returns the problem, or an empty text."""
-        if job.session in lane.sessions:
+        if self._session in lane.sessions:
             return ""
-        reaction = ask(job.session, job.deadline, stop=job.claim.locked)
-        if reaction is not Reaction.ANSWERS:
-            return f"the peer's engine at {job.session} {reaction.value}"
-        lane.sessions.add(job.session)
+        if problem := ask(self._session, job.deadline, stop=job.claim.locked):
+            return f"the peer's engine at {self._session} {problem}"
+        lane.sessions.add(self._session)
         return ""
 
-    def _came_to_rest(self, destroyed: threading.Event, job: LaneJob) -> bool:
+    def _came_to_rest(self, destroyed: threading.Event) -> bool:
         """Wait until a failed job is quiescent; False if that could not be proven."""
-        until = time.monotonic() + job.settle_s
-        if not destroyed.wait(job.settle_s):
+        until = time.monotonic() + self._settle_s
+        if not destroyed.wait(self._settle_s):
             return False
         # An engine that refuses connections is gone, and writes no more.
-        if ask(job.session, until) is Reaction.SILENT:
+        if ask(self._session, until) == SILENT:
             return False
         time.sleep(GRACE_S)
         return True

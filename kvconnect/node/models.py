@@ -14,14 +14,8 @@ from typing import Protocol
 
 import torch
 
-from kvconnect.cache.specs import (
-    FullAttentionSpec,
-    LayerSpec,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-    div_ceil,
-)
+from kvconnect.cache.retention import FULL, Window
+from kvconnect.cache.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec, div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import COMPUTE_DTYPE, Backend, RequestStates, StepContext
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
@@ -166,11 +160,10 @@ class GroupedAttention:
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
         """See ``Mixer``."""
-        shape = (block_size, self._kv_heads, self._head_size, dtype)
-        if self._window is None:
-            return CachedLayer(self.name, FullAttentionSpec(*shape), self._axes, GROUPED_BACKEND)
-        spec: LayerSpec = SlidingWindowSpec(*shape, sliding_window=self._window)
-        return CachedLayer(self.name, spec, self._axes, SLIDING_BACKEND)
+        rule = FULL if self._window is None else Window(self._window)
+        spec = FullAttentionSpec(block_size, self._kv_heads, self._head_size, dtype, retention=rule)
+        backend = GROUPED_BACKEND if self._window is None else SLIDING_BACKEND
+        return CachedLayer(self.name, spec, self._axes, backend)
 
 
 class LatentAttention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,29 +158,34 @@ class PlainMover:
 
 
 class Part(NamedTuple):
-    """The pages ``first <= i < stop`` of a move: of each page ``tokens`` rows travel, after ``skipped`` rows.
+    """Pages of a move that follow each other: ``blocks``, either all of them or none is a block.
 
-    The first of these rows lies ``at`` bytes after the lane's first row in the slot.
+    Of each page ``tokens`` rows travel, after ``skipped`` rows. The first of these rows lies ``at`` bytes
+    after the lane's first row in the slot.
     """
 
-    first: int
-    stop: int
+    blocks: BlockIds
     skipped: int
     tokens: int
     at: int
 
 
-def parts(move: Move, count: int) -> Iterator[Part]:
-    """Divide a move's ``count`` pages into whole pages, and a first and last page that may travel in part."""
-    walk = move.lanes.walk
-    head = 1 if move.lead < 0 else 0
-    tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
-    for first, stop in ((0, head), (head, tail), (tail, count)):
-        if first < stop:
-            row = move.lead + first * walk.tokens
-            skipped = max(0, -row)
-            tokens = min(walk.tokens, move.rows - row) - skipped
-            yield Part(first, stop, skipped, tokens, (row + skipped) * walk.wire_token_stride)
+def parts(move: Move, blocks: BlockIds) -> Iterator[Part]:
+    """Divide a move's pages by whether they have a block, and by the rows that travel.
+
+    These are all rows, but perhaps of the first and the last page.
+    """
+    walk, count = move.lanes.walk, len(blocks)
+    borders = {0, count, *(np.flatnonzero(np.diff(blocks > 0)) + 1).tolist()}
+    if move.lead < 0:
+        borders.add(1)
+    if move.lead + count * walk.tokens > move.rows:
+        borders.add(count - 1)
+    for first, stop in itertools.pairwise(sorted(borders)):
+        row = move.lead + first * walk.tokens
+        skipped = max(0, -row)
+        tokens = min(walk.tokens, move.rows - row) - skipped
+        yield Part(blocks[first:stop], skipped, tokens, (row + skipped) * walk.wire_token_stride)
 
 
 def values_by_scale(

@@ -1,11 +1,16 @@
-"""The Triton kernels of the code in ``exponent_code.py``: one program codes one tile."""
+"""Codes and decodes slots with Triton kernels: one program codes one tile. See ``exponent_code.py``."""
 
 from __future__ import annotations
 
+import itertools
+
+import torch
 import triton
 import triton.language as tl
 
+from kvconnect.cache.specs import div_ceil
 from kvconnect.pack import exponent_code as code
+from kvconnect.pack.batches import PackTicket
 from kvconnect.pack.move_triton import word_pointer
 
 _PAIRS = tl.constexpr(code.TILE_VALUES // 2)
@@ -15,6 +20,8 @@ _LARGEST_AT, _TILE = tl.constexpr(code.LARGEST_AT), tl.constexpr(code.TILE_BYTES
 _CODED = tl.constexpr(code.CODED_TILE_BYTES)
 # A power of two from the exponents kept apart to the end of a tile.
 _REST = tl.constexpr(1 << (code.CODED_TILE_BYTES - code.APART_AT - 1).bit_length())
+_NUM_WARPS = 4
+_MOST_UNDER_WAY = 4096
 
 
 @triton.jit
@@ -82,3 +89,41 @@ def decode_kernel(plain, coded, length_bytes):
     low_value = ((rest & 0x80) << 8) | (low << 7) | (rest & 0x7F)
     high_value = ((rest & 0x8000) << 16) | (high << 23) | ((rest & 0x7F00) << 8)
     tl.store(word_pointer(plain + tile * _TILE, 4) + pair, low_value | high_value, mask=live)
+
+
+class TritonExponentCoder(code.ExponentCoder):
+    """``ExponentCoder`` on ``cuda_stream``, the one that packs; None for the current stream."""
+
+    _most_measured = 256 << 20
+
+    def __init__(
+        self, most_bytes: int, device: torch.device, cuda_stream: torch.cuda.Stream | None = None
+    ) -> None:
+        super().__init__(most_bytes, device)
+        self._on_cuda, self._stream = device.type == "cuda", cuda_stream
+        # The kernel writes here itself, so that no copy follows it. A send slot is taken for each chunk that
+        # is under way, and there are far fewer of those.
+        failed = torch.zeros(_MOST_UNDER_WAY, dtype=torch.int32, pin_memory=self._on_cuda)
+        self._failed, self._failed_at, self._tensor = failed.numpy(), failed.data_ptr(), failed
+        self._places = itertools.cycle(range(_MOST_UNDER_WAY))
+
+    def encode(self, slot: int, length_bytes: int, packed: PackTicket) -> code.CodedTicket:
+        place, event = next(self._places), None
+        self._failed[place] = 0
+        with torch.cuda.stream(self._stream):
+            grid = (div_ceil(length_bytes, code.TILE_BYTES),)
+            at = self._failed_at + 4 * place
+            encode_kernel[grid](self.plain, slot, length_bytes, at, num_warps=_NUM_WARPS)
+            if self._on_cuda:
+                event = torch.cuda.Event()
+                event.record()
+        return code.CodedTicket(packed, self._failed[place : place + 1], event)
+
+    def decode(self, slot: int, length_bytes: int) -> None:
+        with torch.cuda.stream(self._stream):
+            grid = (div_ceil(length_bytes, code.TILE_BYTES),)
+            decode_kernel[grid](self.plain, slot, length_bytes, num_warps=_NUM_WARPS)
+
+    def _finish(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize(self._plain.device)

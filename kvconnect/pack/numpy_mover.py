@@ -23,7 +23,6 @@ from kvconnect.plan.blocks import BlockIds
 Words = NDArray[Any]
 _VALUES_AT_ONCE = 1 << 15
 _BYTES_AT_ONCE = 256 << 10
-_FEW_PAGES = 8
 
 
 class NumpyMover(PlainMover):
@@ -34,7 +33,6 @@ class NumpyMover(PlainMover):
         self._pages = {
             lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in all_lanes
         }
-        self._whole = {lanes: _whole_pages(pages, lanes) for lanes, pages in self._pages.items()}
         placed = self._pages if is_placed else {}
         self._placed = {lanes: [one[:, 0, 0, 0] for one in pages] for lanes, pages in placed.items()}
 
@@ -53,8 +51,7 @@ class NumpyMover(PlainMover):
             if move.lanes in self._placed:
                 _move_placed(self._placed[move.lanes], move, numbers, raw, pack)
             else:
-                whole = self._whole[move.lanes][move.which]
-                _move_rows(self._pages[move.lanes][move.which], whole, move, numbers, raw, pack)
+                _move_rows(self._pages[move.lanes][move.which], move, numbers, raw, pack)
         return raw
 
 
@@ -69,43 +66,8 @@ def _memory_view(address: int, lanes: Lanes) -> Words:
     return np.ndarray(shape, f"i{word}", memory, 0, strides)
 
 
-def _whole_pages(all_pages: Sequence[Words], lanes: Lanes) -> list[NDArray[np.uint8]]:
-    """The pages of each lane as rows of bytes, if pages are contiguous in memory and slot; else empty."""
-    walk = lanes.walk
-    if lanes.access.cast is not None or not all_pages[0][0].flags.c_contiguous:
-        return []
-    # In a slot, rows of other lanes may lie between the rows of this lane, even for pages of one row.
-    if walk.page_bytes != walk.tokens * walk.wire_token_stride:
-        return []
-    shape_of_all = (lanes.num_blocks, walk.page_bytes)
-    return [np.ndarray(shape_of_all, np.uint8, one.base, 0, (walk.block_stride, 1)) for one in all_pages]
-
-
-def _copy_whole(
-    all_rows: Sequence[NDArray[np.uint8]],
-    blocks: list[int],
-    slot: NDArray[np.uint8],
-    firsts: list[int],
-    pack: bool,
-) -> None:
-    """Copy the pages of each lane one by one; those of lane i follow each other from ``firsts[i]`` on."""
-    size = all_rows[0].shape[1]
-    for rows, first in zip(all_rows, firsts, strict=True):
-        for number, block in enumerate(blocks):
-            in_slot = slot[first + number * size : first + (number + 1) * size]
-            if not pack and block:
-                rows[block] = in_slot
-            elif pack:
-                in_slot[:] = rows[block] if block else 0
-
-
 def _move_rows(
-    all_pages: Sequence[Words],
-    whole_pages: Sequence[NDArray[np.uint8]],
-    move: Move,
-    of_pages: BlockIds,
-    slot: NDArray[np.uint8],
-    pack: bool,
+    all_pages: Sequence[Words], move: Move, of_pages: BlockIds, slot: NDArray[np.uint8], pack: bool
 ) -> None:
     """Move the pages of each lane."""
     walk, cast = move.lanes.walk, move.lanes.access.cast
@@ -113,33 +75,23 @@ def _move_rows(
     step = walk.tokens * walk.wire_token_stride
     strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
     all_scales = move.lanes.scales[move.which].tolist()
-    for first, stop, skipped, tokens, at in parts(move, len(of_pages)):
-        # Computed once for all lanes, of which there may be hundreds.
-        blocks = of_pages[first:stop]
-        if whole_pages and tokens == walk.tokens and len(blocks) <= _FEW_PAGES:
-            # For few pages, setting up one indexed copy takes longer in numpy than copying each page.
-            _copy_whole(whole_pages, blocks.tolist(), slot, [wire + at for wire in move.wire.tolist()], pack)
+    # Computed once for all lanes, of which there may be hundreds.
+    for blocks, skipped, tokens, at in parts(move, of_pages):
+        if not blocks[0] and not pack:
             continue
-        (missing,) = np.nonzero(blocks == 0)
-        (kept,) = np.nonzero(blocks) if len(missing) else (slice(None),)
-        # The null block may have no memory: another block is read in its place, and its rows are zeroed.
-        sources = np.where(blocks, blocks, blocks.max()) if len(missing) else blocks
         shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
         for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
+            in_slot: Words = np.ndarray(shape, f"i{word}", slot, wire + at, strides)
             if tokens != walk.tokens:
                 pages = pages[:, skipped : skipped + tokens]
-            in_slot: Words = np.ndarray(shape, f"i{word}", slot, wire + at, strides)
-            if pack and len(missing) < len(blocks):
-                if cast is None:
-                    _gather(pages, sources, in_slot)
-                else:
-                    _cast_part(pages, in_slot, sources, move.lanes, scales, pack)
-            if pack:
-                in_slot[missing] = 0
-            elif cast is None:
-                pages[blocks[kept]] = in_slot[kept]
-            else:
+            if not blocks[0]:
+                in_slot[:] = 0
+            elif cast is not None:
                 _cast_part(pages, in_slot, blocks, move.lanes, scales, pack)
+            elif pack:
+                _gather(pages, blocks, in_slot)
+            else:
+                pages[blocks] = in_slot
 
 
 def _gather(pages: Words, blocks: BlockIds, rows: Words) -> None:
@@ -183,13 +135,10 @@ def _cast_part(
         some, rows = ids[first : first + at_once], wire[first : first + at_once]
         if pack:
             _cast_values(pages[some], rows, lanes, scales, pack)
-            continue
-        (kept,) = np.nonzero(some)
-        if len(kept) < len(some):
-            some, rows = some[kept], rows[kept]
-        cast: Words = np.empty((len(some), *pages.shape[1:]), pages.dtype)
-        _cast_values(rows, cast, lanes, scales, pack)
-        pages[some] = cast
+        else:
+            cast: Words = np.empty((len(some), *pages.shape[1:]), pages.dtype)
+            _cast_values(rows, cast, lanes, scales, pack)
+            pages[some] = cast
 
 
 def _cast_values(source: Words, target: Words, lanes: Lanes, scales: list[float], pack: bool) -> None:

@@ -19,7 +19,7 @@ from kvconnect.errors import LayoutError, LocalError, listed
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.numpy_mover import NumpyMover
-from kvconnect.pack.page_lanes import PLACE_BYTES, make_lanes
+from kvconnect.pack.page_lanes import PLACE_BYTES, WireSide, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.packages import has_triton
 from kvconnect.plan.blocks import BlockIds, GroupBlocks, check_held, page_ids
@@ -29,7 +29,6 @@ from kvconnect.plan.wire import Wire
 if TYPE_CHECKING:
     from kvconnect.pack.triton_mover import TritonMover
 
-SIDES = ("source", "target")
 _MOST_LAYOUTS = 64
 
 
@@ -56,14 +55,12 @@ class Packer:
         table: RegionTable,
         wire: Wire,
         *,
-        side: str,
+        side: WireSide,
         device: torch.device | str,
         kernels: str = "",
         cuda_stream: torch.cuda.Stream | None = None,
         digest_sample: int = 1,
     ) -> None:
-        if side not in SIDES:
-            raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
         self.chunker = Chunker(wire)
         self._side = side
         self._groups = table.geometry()
@@ -176,7 +173,7 @@ def make_coder(
     """The coder of slots of up to ``most_bytes`` on a device; on CUDA it takes Triton. See ``Packer``."""
     if device.type != "cuda":
         return ExponentCoder(most_bytes)
-    from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+    from kvconnect.pack.exponent_code_triton import TritonExponentCoder
 
     return TritonExponentCoder(most_bytes, device, cuda_stream)
 

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from kvconnect.pack.casts import Cast
 from kvconnect.plan.wire import SCALED, Wire, WireStream
 
 Column = NDArray[np.int64]
+WireSide = Literal["source", "target"]
 # The addresses of slots, and the places of pages in them, are multiples of this.
 PLACE_BYTES = 16
 
@@ -142,8 +143,8 @@ def join_lanes(lanes: Sequence[PageLane], rows_alike: Sequence[tuple[int, int]])
     return tuple(joined)
 
 
-def make_lanes(wire: Wire, table: RegionTable, side: str) -> tuple[Lanes, ...]:
-    """The lanes of this side, ``"source"`` or ``"target"``, joined.
+def make_lanes(wire: Wire, table: RegionTable, side: WireSide) -> tuple[Lanes, ...]:
+    """The lanes of this side, joined.
 
     Raises ``LayoutError``: the wire does not fit this table; the text names the layer.
     """
@@ -176,7 +177,7 @@ def _flat_walk(page_bytes: int, stride: int) -> Walk:
     return Walk(1, 1, 1, page_bytes, stride, *([page_bytes] * 6))
 
 
-def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Cast | None:
+def _stream_cast(stream: WireStream, side: WireSide, regions: Sequence[Region]) -> Cast | None:
     """The cast between this side's dtype and the wire's; None if they are equal."""
     conversion = stream.conversion
     if conversion is None:

@@ -70,34 +70,25 @@ class TorchMover(PlainMover):
     ) -> None:
         """Move the pages of each lane."""
         walk, cast = move.lanes.walk, move.lanes.access.cast
+        word = all_pages[0].element_size() if cast is None else cast.wire_bytes
         step = walk.tokens * walk.wire_token_stride
-        for first, stop, skipped, tokens, at in parts(move, len(of_pages)):
-            blocks = of_pages[first:stop]
-            # The null block may have no memory: it is neither read nor written.
-            (kept,) = np.nonzero(blocks)
-            ids = torch.from_numpy(blocks[kept]).to(self._device)
-            places = torch.from_numpy(kept).to(self._device)
-            for pages, wire, scales in zip(
-                all_pages, move.wire.tolist(), move.lanes.scales[move.which].tolist(), strict=True
-            ):
+        strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
+        all_scales = move.lanes.scales[move.which].tolist()
+        for blocks, skipped, tokens, at in parts(move, of_pages):
+            if not blocks[0] and not pack:
+                continue
+            ids = torch.from_numpy(blocks).to(self._device)
+            shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
+            for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
                 pages = pages[:, skipped : skipped + tokens]
-                word = pages.element_size() if cast is None else cast.wire_bytes
-                word = math.gcd(word, walk.wire_step(), wire + at)
-                if cast is None and word != pages.element_size():
-                    pages = pages.contiguous().view(_INTS[word]) if pack else pages
-                shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
-                strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
                 in_slot = _strided(slot, wire + at, shape, strides, word)
-                if pack:
-                    found = pages[ids] if cast is None else self._cast(pages[ids], move.lanes, scales, pack)
-                    if len(kept) < len(blocks):
-                        in_slot.zero_()
-                        in_slot[places] = found
-                    else:
-                        in_slot.copy_(found)
+                if not blocks[0]:
+                    in_slot.zero_()
+                elif pack:
+                    found = pages[ids]
+                    in_slot.copy_(found if cast is None else self._cast(found, move.lanes, scales, pack))
                 else:
-                    found = in_slot[places]
-                    pages[ids] = found if cast is None else self._cast(found, move.lanes, scales, pack)
+                    pages[ids] = in_slot if cast is None else self._cast(in_slot, move.lanes, scales, pack)
 
     def _cast(self, codes: torch.Tensor, lanes: Lanes, scales: list[float], pack: bool) -> torch.Tensor:
         """Cast values, shape (page, token, head, plane, value), to the other dtype."""

@@ -22,6 +22,7 @@ import torch
 
 from kvconnect.cache.identity import Identity
 from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.retention import FULL, Window
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
     FullAttentionSpec,
@@ -29,7 +30,6 @@ from kvconnect.cache.specs import (
     KVCacheGroup,
     LayerSpec,
     MLASpec,
-    SlidingWindowSpec,
     StateSpec,
     div_exact,
 )
@@ -186,13 +186,11 @@ def _tensor_of(kind: LayerKind, heads: int) -> tuple[LayerSpec, Sequence[int], s
     if not isinstance(kind, HeadLayers):
         spec = MLASpec(kind.block_size, kind.head_size, dtype)
         return spec, (blocks, kernel, kind.head_size), "block token content", dtype
-    size = kind.block_size, heads, kind.head_size, dtype
     axes = _AXES[kind.layout]
     # A head's K and V of one token side by side.
     extent = {"block": blocks, "token": kernel, "head": heads, "content": 2 * kind.head_size}
-    spec = FullAttentionSpec(*size)
-    if isinstance(kind, SlidingLayers):
-        spec = SlidingWindowSpec(*size, sliding_window=kind.sliding_window)
+    rule = Window(kind.sliding_window) if isinstance(kind, SlidingLayers) else FULL
+    spec = FullAttentionSpec(kind.block_size, heads, kind.head_size, dtype, retention=rule)
     return spec, [extent[axis] for axis in axes.split()], axes, dtype
 
 

@@ -90,7 +90,7 @@ def _software(facts: Facts) -> Iterator[Finding]:
 
 def _torch(facts: Facts) -> Iterator[Finding]:
     machine, version = facts.machine, facts.machine.versions.get("torch", "?")
-    names, visible = ", ".join(dict.fromkeys(gpu.name for gpu in machine.gpus)), machine.visible_gpus
+    names, visible = ", ".join(dict.fromkeys(machine.gpus)), machine.visible_gpus
     found = f"{version}, {visible} x {names}" if visible else f"{version}, no GPU"
     hidden = bool(machine.gpus) and not visible
     yield warning_if(

@@ -29,6 +29,7 @@ from kvconnect.pack.arena import (
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.packer import Packer, make_coder
+from kvconnect.pack.page_lanes import WireSide
 from kvconnect.packages import has_triton
 from kvconnect.peer.agreement import wanted_table
 from kvconnect.peer.messages import Introduction
@@ -98,7 +99,7 @@ class Local:
         self,
         source: Introduction,
         target: Introduction,
-        side: str,
+        side: WireSide,
         convert: bool,
         table: RegionTable | None = None,
     ) -> Packer:
@@ -113,7 +114,7 @@ class Local:
         wire = align_wire(source.table, wanted_table(source, target), convert=convert)
         return self._packer(table or self.table, wire, side, min(source.digest_sample, target.digest_sample))
 
-    def _packer(self, table: RegionTable, wire: Wire, side: str, digest_sample: int = 1) -> Packer:
+    def _packer(self, table: RegionTable, wire: Wire, side: WireSide, digest_sample: int = 1) -> Packer:
         return Packer(
             table,
             wire,
@@ -129,10 +130,10 @@ class Local:
         Touches no request's page: block 0 belongs to none. Where a slot is too small for a token, compiles
         none.
         """
-        for pool, side in ((self.send, "source"), (self.landing, "target")):
-            self._warm_up(pool, side, self.table)
+        self._warm_up(self.send, "source", self.table)
+        self._warm_up(self.landing, "target", self.table)
 
-    def _warm_up(self, pool: SlotPool, side: str, table: RegionTable) -> None:
+    def _warm_up(self, pool: SlotPool, side: WireSide, table: RegionTable) -> None:
         last = dict.fromkeys((group.group for group in table.groups), 0)
         if table is not self.table or side == "source":
             # Block 0 of rows has no memory.

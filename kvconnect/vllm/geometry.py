@@ -16,7 +16,6 @@ from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.retention import FULL, Chunked, Retention, Window
 from kvconnect.cache.shard import HeadInterval, Topology, layer_number, shard_heads
 from kvconnect.cache.specs import (
-    ChunkedLocalSpec,
     EncoderOnlySpec,
     FullAttentionSpec,
     GroupSpec,
@@ -24,7 +23,6 @@ from kvconnect.cache.specs import (
     KVCacheGroup,
     LayerSpec,
     MLASpec,
-    SlidingWindowSpec,
     StateSpec,
     div_exact,
 )
@@ -322,13 +320,7 @@ def _rows_by_head(
     theirs: Any, heads: int, key: int, dtype: torch.dtype, value: int | None = None, rows: int | None = None
 ) -> FullAttentionSpec:
     """A spec with rows by head: one row for each token, or ``rows`` in a block."""
-    sizes = (int(theirs.block_size), heads, key, dtype, value, None, rows)
-    match _retention(theirs):
-        case Window(tokens):
-            return SlidingWindowSpec(*sizes, sliding_window=tokens)
-        case Chunked(tokens):
-            return ChunkedLocalSpec(*sizes, chunk_tokens=tokens)
-    return FullAttentionSpec(*sizes)
+    return FullAttentionSpec(int(theirs.block_size), heads, key, dtype, value, None, rows, _retention(theirs))
 
 
 def _spec(

@@ -11,15 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
 from kvconnect.errors import LayoutError
 from tests.caches import attention_layer, fill_random, overlaid_groups, single_group
 
@@ -108,7 +102,7 @@ def overlay(second_offset=0):
     view = storage[: 8 * 256].view(8, 16, 2, 8)
     other = storage[second_offset:].as_strided((8, 16, 2, 8), (256, 16, 8, 1))
     specs = (
-        SlidingWindowSpec(16, 2, 4, torch.float16, sliding_window=32),
+        FullAttentionSpec(16, 2, 4, torch.float16, retention=Window(32)),
         FullAttentionSpec(16, 2, 4, torch.float16),
     )
     config = KVCacheConfig(8, (KVCacheGroup(("sliding",), specs[0]), KVCacheGroup(("full",), specs[1])))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.cache.retention import Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.decode.decode_requests import EarlyLoads
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import Await, LetGo, Results
@@ -15,7 +16,7 @@ from kvconnect.transfer.stack import LongestRequest
 from tests.halves.test_scheduler_half import Request, connector
 
 FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))
-WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(4, 1, 4, torch.float16, sliding_window=8))
+WINDOW = KVCacheGroup(("w",), FullAttentionSpec(4, 1, 4, torch.float16, retention=Window(8)))
 STATE = KVCacheGroup(("s",), StateSpec(4, ((4,),), (torch.float16,)))
 
 LONGEST = LongestRequest(24, 24)

@@ -98,14 +98,6 @@ class EngineSuite(FaultCases):
         driver.engine.register([driver.span])
         assert driver.copy("peer", remote).ok
 
-    def test_registration_after_the_first_transfer(self, driver: Driver, shared_peer: PeerProcess) -> None:
-        first = self._meet(driver, shared_peer)
-        assert driver.copy("peer", first).ok
-        second = self._meet(driver, shared_peer)
-        assert driver.copy("peer", second).ok
-        assert driver.copy("peer", first).ok
-        assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
-
     # ---- the caller's bugs
 
     def test_misuse_is_refused(self, driver: Driver, shared_peer: PeerProcess) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from kvconnect.engine.lanes import (
     Fabric,
-    Gpu,
     RdmaPort,
     Seen,
     Traffic,
@@ -32,59 +31,49 @@ def after(tcp=(), rdma=()):
     return Traffic({**SIDE_CHANNEL, **dict(tcp)}, {**QUIET.rdma, **dict(rdma)})
 
 
-def busy(rdma, **changes):
-    """Chunks went to another peer over TCP meanwhile, and so much over RDMA ports."""
-    return {"after": after({("10.0.0.1", FAR): 4000}, rdma), "host": "192.0.2.1", **changes}
+def ports(second, first=0, **changes):
+    """So much went out of the two RDMA ports meanwhile."""
+    return {"after": after((), {"mlx5_0:1": 7 + first, "mlx5_1:1": second}), **changes}
+
+
+def busy(second, **changes):
+    """So much went out of an RDMA port, and chunks went to another peer over TCP."""
+    return {"after": after({("10.0.0.1", FAR): 4000}, {"mlx5_1:1": second}), "host": "192.0.2.1", **changes}
+
+
+def tcp(remote, count, **changes):
+    return {"after": after({("10.0.0.1" if remote == FAR else NEAR, remote): count}), **changes}
+
+
+NONE = Traffic()
 
 
 @pytest.mark.parametrize(
     ("reported", "changes", "kind", "device", "known_by"),
     [
-        ("", {"after": after({(NEAR, NEAR): 1000})}, "tcp", "lo", "observed"),
-        ("nvlink", {"after": after({(NEAR, NEAR): 950})}, "tcp", "lo", "observed"),
-        ("", {"after": after({("10.0.0.1", FAR): 1000})}, "tcp", "", "deduced"),
-        ("nvlink", {"after": after({("10.0.0.1", FAR): 1000})}, "nvlink", "", ""),
-        ("", {"after": after({(NEAR, NEAR): 500})}, "shared_memory", "", "deduced"),
-        ("", {"after": after((), {"mlx5_1:1": 990})}, "rdma", "mlx5_1:1", "deduced"),
-        (
-            "",
-            {"after": after((), {"mlx5_0:1": 507, "mlx5_1:1": 500})},
-            "rdma",
-            "mlx5_0:1,mlx5_1:1",
-            "ded",
-        ),
-        ("", {"after": after((), {"mlx5_1:1": 500})}, "shared_memory", "", "deduced"),
+        ("", tcp(NEAR, 1000), "tcp", "lo", "observed"),
+        ("nvlink", tcp(NEAR, 950), "tcp", "lo", "observed"),
+        ("", tcp(FAR, 1000), "tcp", "", "deduced"),
+        ("nvlink", tcp(FAR, 1000), "nvlink", "", ""),
+        ("", tcp(NEAR, 500), "shared_memory", "", "deduced"),
+        ("", ports(990), "rdma", "mlx5_1:1", "deduced"),
+        ("", ports(500, 500), "rdma", "mlx5_0:1,mlx5_1:1", "deduced"),
+        ("", ports(500), "shared_memory", "", "deduced"),
         ("", {"on_gpu": True}, "cuda_ipc", "", "deduced"),
         ("", {"on_gpu": True, "bytes_per_s": 280e9}, "nvlink", "", "deduced"),
         ("", {"is_near": False}, "unknown", "", ""),
-        ("", {"before": Traffic(), "after": Traffic()}, "unknown", "", ""),
+        ("", {"before": NONE, "after": NONE}, "unknown", "", ""),
         ("", {"total_bytes": 0, "is_near": False}, "unknown", "", ""),
         ("", {"total_bytes": 0}, "unknown", "", ""),
-        ("", {"before": Traffic(), "after": after({(NEAR, NEAR): 1000})}, "unknown", "", ""),
-        ("", busy({"mlx5_1:1": 990}, is_near=False), "rdma", "mlx5_1:1", "deduced"),
-        ("", busy({"mlx5_1:1": 9000}, is_near=False), "unknown", "", "rdma or tcp: others"),
-        ("", busy({}, is_near=False), "tcp", "", "deduced"),
-        ("", busy({}), "unknown", "", "tcp or shared_memory: others"),
-        (
-            "",
-            {"after": after((), {"mlx5_1:1": 9000}), "is_near": False},
-            "rdma",
-            "mlx5_1:1",
-            "deduced",
-        ),
-        (
-            "",
-            {"after": after((), {"mlx5_1:1": 9000}), "on_gpu": True},
-            "unknown",
-            "",
-            "rdma or cuda_ipc:",
-        ),
-        (
-            "",
-            {"after": after((), {"mlx5_1:1": 990}), "on_gpu": True, "bytes_per_s": 55e9},
-            *("cuda_ipc", "", "deduced"),
-        ),
-        ("", busy({"mlx5_1:1": 990}, on_gpu=True, bytes_per_s=200e9), "nvlink", "", "deduced"),
+        ("", tcp(NEAR, 1000, before=NONE), "unknown", "", ""),
+        ("", busy(990, is_near=False), "rdma", "mlx5_1:1", "deduced"),
+        ("", busy(9000, is_near=False), "unknown", "", "rdma or tcp: others"),
+        ("", busy(0, is_near=False), "tcp", "", "deduced"),
+        ("", busy(0), "unknown", "", "tcp or shared_memory: others"),
+        ("", ports(9000, is_near=False), "rdma", "mlx5_1:1", "deduced"),
+        ("", ports(9000, on_gpu=True), "unknown", "", "rdma or cuda_ipc:"),
+        ("", ports(990, on_gpu=True, bytes_per_s=55e9), "cuda_ipc", "", "deduced"),
+        ("", busy(990, on_gpu=True, bytes_per_s=200e9), "nvlink", "", "deduced"),
         ("tcp", {}, "tcp", "", ""),
     ],
 )
@@ -161,7 +150,7 @@ def test_the_rate_of_several_ports_is_that_of_all():
 
 
 def test_the_rate_of_other_lanes_is_that_of_their_hardware_or_unknown():
-    fabric = Fabric(gpus=(Gpu("H200", 18),) * 2, speeds={"eth0": 25_000})
+    fabric = Fabric(nvlinks=18, speeds={"eth0": 25_000})
     rates = [expected_rate(fabric, Transport(kind)) for kind in ("nvlink", "cuda_ipc", "tcp", "rdma")]
     assert rates == [450e9, 450e9, 0, 0]
     assert expected_rate(fabric, Transport("tcp", "eth0")) == 25e9 / 8

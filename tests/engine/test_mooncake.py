@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import EngineError
 from tests.engine.engine_faults import QuietCases
+from tests.engine.engine_peer import PeerProcess
 from tests.engine.engine_suite import EngineSuite, met
 
 _PROBLEM = available_engines()["mooncake"]
@@ -146,35 +146,29 @@ def test_device_memory_is_refused_without_cuda() -> None:
 
 
 _LEAVE = """
-import time
+import os, signal, sys, time
 from kvconnect.engine.mooncake import MooncakeEngine
-from tests.engine.engine_peer import PeerProcess
-from tests.engine.engine_suite import Driver
+from tests.engine.engine_driver import Driver
 
-def make_engine():
-    return MooncakeEngine("127.0.0.1")
-
-if __name__ == "__main__":
-    peer, driver = PeerProcess(make_engine), Driver(make_engine(), 64 << 20)
-    remote = peer.allocate("buffer", 64 << 20)
-    peer.register("buffer")
-    driver.engine.connect("peer", peer.card())
-    assert driver.copy("peer", remote, 64 << 20).ok
-    peer.stop()
-    driver.submit("peer", driver.address, remote, 64 << 20, 1.0)
-    time.sleep(0.3)
-    peer.kill()
+pid, remote, card = int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])
+driver = Driver(MooncakeEngine("127.0.0.1"), 64 << 20)
+driver.engine.connect("peer", card)
+assert driver.copy("peer", remote, 64 << 20).ok
+os.kill(pid, signal.SIGSTOP)
+driver.submit("peer", driver.address, remote, 64 << 20, 1.0)
+time.sleep(0.3)
+os.kill(pid, signal.SIGKILL)
 """
 
 
-def test_the_process_survives_its_end_with_a_transfer_in_the_library(tmp_path: Path) -> None:
+def test_the_process_survives_its_end_with_a_transfer_in_the_library() -> None:
     """A thread that returns from the library while the interpreter ends would abort the process."""
-    script = tmp_path / "leave.py"
-    script.write_text(_LEAVE, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, timeout=60, check=False, capture_output=True
-    )
+    peer, environment = PeerProcess(make_engine), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    remote = peer.allocate("buffer", 64 << 20)
+    peer.register("buffer")
+    command = [sys.executable, "-c", _LEAVE, str(peer.pid), str(remote), peer.card().hex()]
+    done = subprocess.run(command, env=environment, timeout=60, check=False, capture_output=True)
+    peer.close()
     assert done.returncode == 0, done.stderr[-2000:]
 
 

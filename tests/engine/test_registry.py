@@ -67,17 +67,17 @@ def test_options_reach_the_engine() -> None:
     engine.close()
 
 
-def test_unknown_names_and_options_say_what_is_known() -> None:
-    with pytest.raises(ConfigError, match="accepted: auto, memory, mooncake, nixl"):
-        registry.create_engine("carrier-pigeon", host="127.0.0.1")
-    with pytest.raises(ConfigError, match="max_bytes"):
-        registry.create_engine("memory", host="127.0.0.1", options={"max_byte": 1})
-
-
-def test_options_of_a_wrong_type_are_named() -> None:
-    for value in ("5", 5.5, None):
-        with pytest.raises(ConfigError, match=r"engine_options\.max_bytes is .*: Expected `int`"):
-            registry.create_engine("memory", host="127.0.0.1", options={"max_bytes": value})
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("carrier-pigeon", {}, "accepted: auto, memory, mooncake, nixl"),
+        ("memory", {"max_byte": 1}, "max_byte.*accepted: .*max_bytes"),
+        *(("memory", {"max_bytes": value}, r"max_bytes is .*: Expected `int`") for value in ("5", 5.5, None)),
+    ],
+)
+def test_what_is_not_known_or_of_another_type_is_named(name, options, text) -> None:
+    with pytest.raises(ConfigError, match=text):
+        registry.create_engine(name, host="127.0.0.1", options=options)
 
 
 def test_auto_takes_the_first_that_works_and_says_so(

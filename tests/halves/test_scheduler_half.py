@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.addresses import RankAddress
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.cache.retention import Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.config import Limits, parse_kv_transfer_config
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
@@ -25,7 +26,7 @@ from kvconnect.transfer.stack import Computed, StackTraits, Step
 
 ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
-WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(16, 2, 8, torch.float16, sliding_window=20))
+WINDOW = KVCacheGroup(("w",), FullAttentionSpec(16, 2, 8, torch.float16, retention=Window(20)))
 HANDLES = Handles(b"what this cluster signs with")
 
 

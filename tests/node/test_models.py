@@ -68,8 +68,7 @@ class Bench:
                     yield pages.pages, (self.blocks[group][0], below(spec.content_bytes)), layer
                 continue
             assert isinstance(pages, AttentionPages)
-            size, window = self.cache.kernel_block_sizes[group], getattr(spec, "sliding_window", None)
-            first = 0 if window is None else used - window + 1
+            size, first = self.cache.kernel_block_sizes[group], spec.retention.seen(used)[0].start
             row = self.cache.tables.row(group, 1)
             for block in range(first // size, -(-used // size)):
                 position = below(min(used, (block + 1) * size), max(first, block * size))

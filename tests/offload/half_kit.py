@@ -18,14 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvconnect.cache.specs import (
-    ChunkedLocalSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.retention import FULL, Chunked, Retention, Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.block_manager import BlockManager, BlockPool, CacheHit, RequestBlocks
@@ -316,16 +310,16 @@ class Kind:
     chunk: int | None = None
 
     def spec(self) -> KVCacheGroup:
-        shape = self.tokens, 1, 1, torch.int8
+        spec = FullAttentionSpec(self.tokens, 1, 1, torch.int8, retention=self.rule)
         if self.is_state:
             spec = StateSpec(CAP, ((1,),), (torch.int8,))
-        elif self.window is not None:
-            spec = SlidingWindowSpec(*shape, sliding_window=self.window)
-        elif self.chunk is not None:
-            spec = ChunkedLocalSpec(*shape, chunk_tokens=self.chunk)
-        else:
-            spec = FullAttentionSpec(*shape)
         return KVCacheGroup((f"{id(self)}",), spec)
+
+    @property
+    def rule(self) -> Retention:
+        if self.chunk is not None:
+            return Chunked(self.chunk)
+        return FULL if self.window is None else Window(self.window)
 
     def sees(self, earlier: int, token: int) -> bool:
         """Whether computing ``token`` reads an earlier one."""

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.cache.retention import Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, StateSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_arena, plan_for, usual_shares
 
 FULL = KVCacheGroup(("full",), FullAttentionSpec(16, 1, 8, torch.bfloat16))
-WINDOW = KVCacheGroup(("window",), SlidingWindowSpec(16, 1, 8, torch.bfloat16, sliding_window=128))
+WINDOW = KVCacheGroup(("window",), FullAttentionSpec(16, 1, 8, torch.bfloat16, retention=Window(128)))
 STATE = KVCacheGroup(("state",), StateSpec(4096, ((4, 4),), (torch.float32,)))
 
 

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, PageAxes, Region, RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
 from kvconnect.errors import LocalError
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 
@@ -28,7 +21,7 @@ SPECS = {
     "full": FullAttentionSpec(
         16, 2, 8, torch.bfloat16, head_size_v=4, page_size_padded=1024, stored_block_size=8
     ),
-    "window": SlidingWindowSpec(16, 2, 8, torch.float16, sliding_window=64),
+    "window": FullAttentionSpec(16, 2, 8, torch.float16, retention=Window(64)),
     "latent": MLASpec(16, 8, torch.bfloat16, stored_block_size=4, retention=Window(32)),
     "state": StateSpec(16, ((3, 4), (2, 2)), (torch.bfloat16, torch.float32), page_size_padded=4096),
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
@@ -14,15 +15,9 @@ import torch
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
+from kvconnect.cache.retention import FULL, Window
 from kvconnect.cache.shard import HeadInterval, shard_heads
-from kvconnect.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    MLASpec,
-    SlidingWindowSpec,
-    StateSpec,
-)
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
 from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.packer import Packer
@@ -111,6 +106,7 @@ class Side:
         scales: dict[str, Scales] | None = None,
     ) -> None:
         self.model, self.shape, self.heads = model, shape, heads
+        self.layers = {layer.name: layer for layer in model.layers}
         self.tensors: dict[str, CacheTensor] = {}
         specs = {}
         for index, layer in enumerate(model.layers):
@@ -191,17 +187,6 @@ class Rows:
     def storage(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage())
 
-    def page(self, block: int, plane: int | None, heads: tuple[int, int] | None) -> np.ndarray:
-        """A page's bytes as they lie, of one plane and of some heads where these lie apart; a view."""
-        picked = [slice(None)] * len(self.axes)
-        picked[self.axes.index("block")] = slice(block, block + 1)
-        if plane is not None:
-            picked[self.axes.index("plane")] = slice(plane, plane + 1)
-        if heads is not None:
-            picked[self.axes.index("head")] = slice(*heads)
-        part = self.bytes[tuple(picked)]
-        return part.transpose(np.argsort([-stride for stride in part.strides], kind="stable"))
-
 
 def on_device(cache: CacheTensor) -> CacheTensor:
     raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).to(DEVICE)
@@ -212,12 +197,10 @@ def on_device(cache: CacheTensor) -> CacheTensor:
 
 
 def layer_spec(layer: Layer, model: Model, block_tokens: int, heads: int):
-    if layer.kind == "gqa":
-        return FullAttentionSpec(block_tokens, heads, layer.width, layer.dtype, layer.value_width)
-    if layer.kind == "window":
-        return SlidingWindowSpec(
-            block_tokens, heads, layer.width, layer.dtype, layer.value_width, sliding_window=model.window
-        )
+    if layer.has_heads:
+        rule = Window(model.window) if layer.kind == "window" else FULL
+        sizes = block_tokens, heads, layer.width, layer.dtype, layer.value_width
+        return FullAttentionSpec(*sizes, retention=rule)
     if layer.kind == "mla":
         return MLASpec(
             block_tokens, layer.width, layer.dtype, stored_block_size=block_tokens // layer.row_tokens
@@ -370,18 +353,37 @@ def cast_as(layer: Layer, row: bytes, source: torch.dtype, target: torch.dtype, 
     return cast_row(row, name_of(source), name_of(target), keys, scales.get(layer.name, (1.0, 1.0)))
 
 
+def pages_of(side: Side, stream, blocks, chunk: Chunk):
+    """The pages of a region that a chunk touches, as (block, place in the layer's storage)."""
+    layer = side.layers[stream.layer]
+    (region,) = (
+        region
+        for region in side.table.regions
+        if (region.layer, region.first_plane, region.heads) == (layer.name, stream.first_plane, stream.heads)
+    )
+    first = region.address - side.tensors[layer.name].tensor.untyped_storage().data_ptr()
+    rows, page_rows = rows_of(layer, chunk), region.axes.tokens
+    if layer.kind != "state":
+        page_rows = side.shape.kernel[layer.group] // layer.row_tokens
+    for row in range(rows.start // page_rows * page_rows, rows.stop, page_rows):
+        block, _ = side.kernel_block(layer, blocks[layer.group], row)
+        at = first + block * region.block_stride
+        yield block, slice(at, at + region.page_bytes)
+
+
 def expected_streams(source: Side, held, target: Side, wire, chunk, scales):
-    """The streams of a chunk as (offset, word bytes, data): rows picked out and cast one at a time."""
+    """The streams of a chunk as (offset, word bytes, data): pages, or rows cast one at a time, picked out."""
     at, made = 0, []
-    theirs = {layer.name: layer for layer in target.model.layers}
-    ours = {layer.name: layer for layer in source.model.layers}
     for stream in wire.streams[chunk.first_stream : chunk.stop_stream]:
-        layer = ours[stream.layer]
-        travels = wire_type(layer, theirs[stream.layer])
-        rows, data = source.reader(layer), b""
-        for row in rows_of(layer, chunk):
-            block, token = source.kernel_block(layer, held[layer.group], row)
-            for head in shared_heads(layer, source, target):
+        layer, data = source.layers[stream.layer], b""
+        if wire.order == "pages":
+            raw = source.storage(layer.name).numpy()
+            for block, place in pages_of(source, stream, held, chunk):
+                data += raw[place].tobytes() if block else bytes(place.stop - place.start)
+        else:
+            travels, rows = wire_type(layer, target.layers[stream.layer]), source.reader(layer)
+            for row, head in itertools.product(rows_of(layer, chunk), shared_heads(layer, source, target)):
+                block, token = source.kernel_block(layer, held[layer.group], row)
                 one = cast_as(layer, rows.row(block, token, head), layer.dtype, travels, scales)
                 data += one if block else bytes(len(one))
         made.append((at, stream.word_bytes, data))
@@ -390,27 +392,32 @@ def expected_streams(source: Side, held, target: Side, wire, chunk, scales):
 
 
 def write_streams(source: Side, target: Side, wanted, wire, chunk, streams, scales, images):
-    """Cast rows and put them into copies of the target's caches, one at a time."""
-    theirs = {layer.name: layer for layer in target.model.layers}
-    ours = {layer.name: layer for layer in source.model.layers}
+    """Put pages, or rows cast one at a time, into copies of the target's caches."""
     chosen = wire.streams[chunk.first_stream : chunk.stop_stream]
     for stream, (_, _, data) in zip(chosen, streams, strict=True):
-        layer = theirs[stream.layer]
-        travels = wire_type(ours[stream.layer], layer)
-        rows, heads = rows_of(layer, chunk), shared_heads(layer, target, source)
-        width = len(data) // (len(rows) * len(heads)) if len(rows) else 0
-        for row in rows:
-            block, token = target.kernel_block(layer, wanted[layer.group], row)
-            for head in heads:
-                one, data = data[:width], data[width:]
+        layer, image = target.layers[stream.layer], images[stream.layer]
+        if wire.order == "pages":
+            raw = image.storage().numpy()
+            for block, place in pages_of(target, stream, wanted, chunk):
+                page, data = data[: stream.width_bytes], data[stream.width_bytes :]
                 if block:
-                    landed = cast_as(layer, one, travels, layer.dtype, scales)
-                    images[layer.name].write(block, token, head, landed)
+                    raw[place] = np.frombuffer(page, dtype=np.uint8)
+            continue
+        travels = wire_type(source.layers[stream.layer], layer)
+        places = list(itertools.product(rows_of(layer, chunk), shared_heads(layer, target, source)))
+        width = len(data) // max(1, len(places))
+        for row, head in places:
+            block, token = target.kernel_block(layer, wanted[layer.group], row)
+            one, data = data[:width], data[width:]
+            if block:
+                image.write(block, token, head, cast_as(layer, one, travels, layer.dtype, scales))
 
 
-def exchange(kernels, source: Side, held, target: Side, wanted, spans, slot_bytes, seed, scales=None):
+def exchange(
+    kernels, source: Side, held, target: Side, wanted, spans, slot_bytes, seed, scales=None, order="rows"
+):
     """Pack and unpack a request chunk by chunk, comparing slot, digests and caches on the way."""
-    wire, scales = align_wire(source.table, target.table, "rows", convert=True), scales or {}
+    wire, scales = align_wire(source.table, target.table, order, convert=True), scales or {}
     choices = {"device": DEVICE, "kernels": kernels}
     packer = Packer(source.table, wire, side="source", **choices)
     unpacker = Packer(target.table, wire, side="target", **choices)

@@ -18,10 +18,11 @@ from kvconnect.plan.wire import Conversion, Wire, align_wire
 from tests.pack.sides import Layer, Model, Shape, Side
 
 BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NHD = "block token head"
 
 
 def card(
-    dtype, kind="gqa", width=4, layout="block token head", row_tokens=1, value_width=None, scales=(1.0, 1.0)
+    dtype, kind="gqa", width=4, layout=NHD, row_tokens=1, value_width=None, scales=(1.0, 1.0)
 ) -> RegionTable:
     layer = Layer("a", 0, kind, width, dtype, row_tokens, value_width)
     # A second layer that is alike on all sides: not every layer of a wire is converted.
@@ -110,45 +111,29 @@ def test_it_is_done_only_where_it_was_asked_for():
 @pytest.mark.parametrize(
     ("source", "target", "reason"),
     [
+        ((BFLOAT16, "mla", 576), (torch.uint8, "mla", 656), "uint8 on the decode.*fp8_ds_mla keeps scales"),
+        ((BFLOAT16, "mla", 576), (FP8, "mla", 656), "have 576 values of bfloat16 .*, 656 .*as fp8_ds_mla's"),
         (
-            {"dtype": BFLOAT16, "kind": "mla", "width": 576},
-            {"dtype": torch.uint8, "kind": "mla", "width": 656},
-            "dtype is bfloat16 on the prefill node, uint8 on the decode node; .*fp8_ds_mla keeps scales",
+            (BFLOAT16,),
+            (FP8, "gqa", 8),
+            "8 values of bfloat16 on the prefill node, 16 of float8_e4m3fn on the",
         ),
+        ((BFLOAT16, "state"), (FP8, "state"), "it keeps state, and only"),
         (
-            {"dtype": BFLOAT16, "kind": "mla", "width": 576},
-            {"dtype": FP8, "kind": "mla", "width": 656},
-            "have 576 values of bfloat16 on the prefill node, 656 of .*as fp8_ds_mla's",
+            (BFLOAT16, "mla", 4, NHD, 2),
+            (FP8, "mla", 4, NHD, 4),
+            "4 tokens in 2 rows on the .*, 4 tokens on the",
         ),
-        (
-            {"dtype": BFLOAT16},
-            {"dtype": FP8, "width": 8},
-            "8 values of bfloat16 on the prefill node, 16 of float8_e4m3fn on the decode node",
-        ),
-        ({"dtype": BFLOAT16, "kind": "state"}, {"dtype": FP8, "kind": "state"}, "it keeps state, and only"),
-        (
-            {"dtype": BFLOAT16, "kind": "mla", "row_tokens": 2},
-            {"dtype": FP8, "kind": "mla", "row_tokens": 4},
-            "stored as 4 tokens in 2 rows on the prefill node, 4 tokens on the decode node",
-        ),
-        ({"dtype": torch.float32}, {"dtype": BFLOAT16}, "bfloat16 on the decode node; accepted: two of"),
-        (
-            {"dtype": BFLOAT16},
-            {"dtype": torch.float8_e5m2},
-            "float8_e5m2 on the decode node; accepted: two of",
-        ),
-        (
-            {"dtype": BFLOAT16, "kind": "mla"},
-            {"dtype": FP8},
-            "the prefill node's pages cannot be divided by head",
-        ),
+        ((torch.float32,), (BFLOAT16,), "bfloat16 on the decode node; accepted: two of"),
+        ((BFLOAT16,), (torch.float8_e5m2,), "float8_e5m2 on the decode node; accepted: two of"),
+        ((BFLOAT16, "mla"), (FP8,), "the prefill node's pages cannot be divided by head"),
     ],
 )
 def test_what_is_not_only_values_of_tokens_is_refused_by_name(source, target, reason):
     with pytest.raises(LayoutError, match=f"layer 'a': .*{reason}"):
-        align_wire(card(**source), card(**target), convert=True)
+        align_wire(card(*source), card(*target), convert=True)
     with pytest.raises(LayoutError, match="layer 'a'") as refused:
-        align_wire(card(**source), card(**target))
+        align_wire(card(*source), card(*target))
     assert "convert_dtype" not in str(refused.value)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvconnect.pack import digest
 from kvconnect.pack.digest import digest_streams
-from tests.pack.sides import M64, MULTIPLIER, STEP
+from tests.pack.sides import M64, digest_by_hand
 
 WORDS = st.sampled_from([1, 2, 4, 8])
 SEEDS = st.integers(0, M64 - 1)
@@ -31,14 +31,11 @@ def sampled_by_hand(data, streams, seed, one_in):
     total = 0
     for offset, length, word in streams:
         for at in range(offset, offset + length, word):
-            place, line = at // word, at // 64
+            line = at // 64
             is_whole = offset <= line * 64 and (line + 1) * 64 <= offset + length
             if one_in > 1 and (not is_whole or (line + seed) % one_in):
                 continue
-            x = (int.from_bytes(bytes(data[at : at + word]), "little") + seed + STEP * place) % M64
-            x ^= x >> 32
-            x = x * MULTIPLIER % M64
-            total += x ^ x >> 32
+            total += digest_by_hand([(at, word, bytes(data[at : at + word]))], seed)
     return total % M64
 
 

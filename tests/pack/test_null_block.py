@@ -9,14 +9,15 @@ SCRIPT = """
 import ctypes, mmap
 import msgspec, numpy as np, torch
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from kvconnect.cache.retention import Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
 def table_of(dtype):
-    spec = SlidingWindowSpec(4, 1, 8, dtype, sliding_window=4)
+    spec = FullAttentionSpec(4, 1, 8, dtype, retention=Window(4))
     tensor = CacheTensor(torch.ones(8, 4, 1, 16, dtype=dtype), "block token head content")
     config = KVCacheConfig(8, (KVCacheGroup(("a",), spec),))
     return tensor, RegionTable.build(config, {0: 4}, {"a": tensor})

@@ -28,20 +28,9 @@ def wires(draw):
     for index in range(draw(st.integers(1, 6))):
         group = draw(st.integers(0, groups - 1))
         width = draw(st.integers(1, 80))
-        streams.append(
-            WireStream(
-                f"layer{index}",
-                group,
-                group,
-                states[group],
-                0,
-                None,
-                1 if states[group] else draw(st.sampled_from([1, 2, 3, 16])),
-                width,
-                width,
-                1,
-            )
-        )
+        tokens = 1 if states[group] else draw(st.sampled_from([1, 2, 3, 16]))
+        sizes = tokens, width, width, 1
+        streams.append(WireStream(f"layer{index}", group, group, states[group], 0, None, *sizes))
     wire = Wire("rows", tuple(streams))
     spans = []
     for group in sorted({stream.target_group for stream in streams}):

@@ -1,7 +1,7 @@
 """Small floating-point numbers from their definition, one at a time: the reference for casts.
 
-A type is its exponent and mantissa bits and whether it has infinities. Numbers are fractions, so that
-nothing here rounds but where it says so.
+A type is its exponent and mantissa bits and whether it has infinities. Numbers and what lies midway between
+two are exact in Python's floats, so that nothing here rounds but where it says so.
 """
 
 from __future__ import annotations
@@ -9,62 +9,49 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 import struct
-from fractions import Fraction
 
 FORMATS = {"bfloat16": (8, 7, True), "float16": (5, 10, True), "float8_e4m3fn": (4, 3, False)}
 ITEM = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 PAIRS = list(itertools.permutations(ITEM, 2))
-INFINITE, NAN = "infinite", "nan"
 
 
-def magnitude(name: str, code: int) -> Fraction | str:
+def magnitude(name: str, code: int) -> float:
     """What the bits below the sign stand for."""
     exponents, mantissas, infinities = FORMATS[name]
     exponent, mantissa = divmod(code, 1 << mantissas)
     if infinities and exponent == (1 << exponents) - 1:
-        return NAN if mantissa else INFINITE
+        return math.nan if mantissa else math.inf
     if not infinities and code == (1 << exponents + mantissas) - 1:
-        return NAN
+        return math.nan
     lowest = 2 - (1 << exponents - 1) - mantissas
-    if exponent == 0:
-        return Fraction(mantissa) * Fraction(2) ** lowest
-    return Fraction((1 << mantissas) + mantissa) * Fraction(2) ** (lowest + exponent - 1)
+    return math.ldexp(mantissa + (min(exponent, 1) << mantissas), lowest + max(exponent - 1, 0))
 
 
 @functools.cache
-def finite(name: str) -> list[Fraction]:
+def finite(name: str) -> list[float]:
     """The numbers that are not negative, in order; the place of each is its code."""
-    found = []
-    for code in range(1 << 8 * ITEM[name] - 1):
-        value = magnitude(name, code)
-        if not isinstance(value, Fraction):
-            return found
-        found.append(value)
-    return found
+    codes = range(1 << 8 * ITEM[name] - 1)
+    return list(itertools.takewhile(math.isfinite, (magnitude(name, code) for code in codes)))
 
 
-def nearest(values: list[Fraction], size: Fraction) -> int:
+def nearest(values: list[float], size: float) -> int:
     """The place of the nearest value, of two equally near ones the even place; len(values) beyond all."""
     above = bisect.bisect_left(values, size)
-    beyond = 2 * values[-1] - values[-2]
     if above == 0:
         return 0
-    high = values[above] if above < len(values) else max(beyond, size)
-    up, down = high - size, size - values[above - 1]
-    return above if up < down or (up == down and above % 2 == 0) else above - 1
+    high = values[above] if above < len(values) else 2 * values[-1] - values[-2]
+    middle = (values[above - 1] + high) / 2
+    return above if size > middle or (size == middle and above % 2 == 0) else above - 1
 
 
-def float32(value: Fraction) -> Fraction | str:
-    """The nearest float32."""
-    if not value:
-        return value
-    # 24 bits of the number, or fewer where its last bit would be below 2**-149.
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    exponent -= value < Fraction(2) ** exponent
-    step = Fraction(2) ** max(exponent - 23, -149)
-    rounded = Fraction(round(value / step)) * step
-    return INFINITE if rounded >= Fraction(2) ** 128 else rounded
+def float32(value: float) -> float:
+    """The nearest float32. A quotient or product of two of them is rounded as if it had been exact."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.inf
 
 
 def cast(source: str, target: str, code: int, scale: float) -> int:
@@ -79,20 +66,17 @@ def cast(source: str, target: str, code: int, scale: float) -> int:
 @functools.lru_cache(maxsize=1 << 20)
 def cast_magnitude(source: str, target: str, code: int, scale: float) -> tuple[int, bool]:
     """The same for the bits below the sign, and whether the sign is kept: that of a NaN is not."""
-    size = magnitude(source, code)
-    exact = Fraction(struct.unpack("<f", struct.pack("<f", scale))[0])
-    if isinstance(size, Fraction) and target == "float8_e4m3fn":
+    size, exact = magnitude(source, code), float32(scale)
+    if target == "float8_e4m3fn":
         size = float32(size / exact)
-    elif isinstance(size, Fraction) and source == "float8_e4m3fn":
+    elif source == "float8_e4m3fn":
         size = float32(size * exact)
     exponents, mantissas, infinities = FORMATS[target]
-    values = finite(target)
-    if size == NAN:
+    if math.isnan(size):
         return ((1 << exponents) - 1 << mantissas) | (1 << mantissas - 1 if infinities else 7), False
-    place = len(values) if size == INFINITE else nearest(values, size)
-    if place == len(values) and not infinities:
-        place -= 1
-    return place, True
+    values = finite(target)
+    place = nearest(values, size)
+    return (place if infinities else min(place, len(values) - 1)), True
 
 
 def cast_row(row: bytes, source: str, target: str, key_values: int, scales: tuple[float, float]) -> bytes:

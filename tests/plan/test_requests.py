@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.cache.retention import Window
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LayoutError
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunker, RequestCutter, TokenSpan
@@ -93,7 +94,7 @@ def rows_by_hand(stream, target, blocks):
 def sliding_side(kernel):
     """Blocks of 4 tokens, each of which sees the 8 tokens up to itself."""
     config = KVCacheConfig(
-        20, (KVCacheGroup(("l",), SlidingWindowSpec(4, 1, 4, torch.float16, sliding_window=8)),)
+        20, (KVCacheGroup(("l",), FullAttentionSpec(4, 1, 4, torch.float16, retention=Window(8))),)
     )
     cache = attention_layer("block token head", 80 // kernel, 1, kernel, 8)
     fill_random(cache, kernel)

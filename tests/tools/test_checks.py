@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.engine.lanes import Gpu, look_at_fabric
+from kvconnect.engine.lanes import look_at_fabric
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import new_secret, write
 from kvconnect.tools.facts import Machine, look
@@ -180,7 +180,7 @@ def test_small_limits_are_warnings():
     assert look().open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-GPUS = (Gpu("H200", 18),) * 2
+GPUS = ("H200", "H200")
 
 
 def test_gpus_without_their_way_to_the_network_are_warned_of(tmp_path):
@@ -241,8 +241,10 @@ class Nvml:
 
 def test_the_links_of_gpus_are_counted_by_where_they_end(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    gpus = look_at_fabric(with_gpus=True).gpus
-    assert [gpu.nvlinks for gpu in gpus] == [12, 12, 3, 3]
+    for ends, links in ((Nvml.ENDS, 12), ((["1", "1", None], ["0", "0", "0"]), 2), ((["1"], ["switch"]), 1)):
+        monkeypatch.setattr(Nvml, "ENDS", ends)
+        found = look_at_fabric(with_gpus=True)
+        assert (found.gpus, found.nvlinks) == (("H200",) * len(ends), links)
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(has_driver=False))
     assert look_at_fabric(with_gpus=True).gpus == ()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import EncoderOnlySpec, SlidingWindowSpec, StateSpec
+from kvconnect.cache.specs import EncoderOnlySpec, StateSpec
 from kvconnect.errors import ConfigError
 from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import (
@@ -66,7 +66,6 @@ def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
     assert kept_groups(cache) == (0, 2, 3)
     groups = scheduler_config(kept_config(cache)).groups
     assert isinstance(groups[1].spec, EncoderOnlySpec)
-    assert isinstance(groups[2].spec, SlidingWindowSpec)
     assert groups[2].retention == Window(102)
     assert isinstance(groups[3].spec, StateSpec)
 
