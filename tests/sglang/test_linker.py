@@ -52,13 +52,10 @@ def restorable(prompt):
 
 def moved(server, move, tier, awaited=0.0):
     """Rows that were stored, restored, kept or fetched; metrics come a second late, or later."""
-    what, until = "kvconnect_offload_rows_total", time.monotonic() + 20
+    until = time.monotonic() + 20
     while True:
         time.sleep(1.5)
-        found = 0.0
-        for line in server.fetch("/metrics").decode().splitlines():
-            if line.startswith(what) and f'move="{move}"' in line and f'tier="{tier}"' in line:
-                found += float(line.rpartition(" ")[2])
+        found = server.metrics(move=move, tier=tier).get("kvconnect_offload_rows_total", 0.0)
         if found >= awaited or time.monotonic() > until:
             return found
 
