@@ -257,7 +257,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with prepared(given, given.gpus.split(",")[0]) as (recipe, logs, lines):
+    with prepared(given) as (recipe, logs, lines):
         names = list(dict.fromkeys(SYSTEMS[name][0] for name in given.system))
         groups = {name: _started(name, recipe, logs, given) for name in names}
         with running(*(node.server for group in groups.values() for node in group)):

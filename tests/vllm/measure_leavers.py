@@ -159,7 +159,7 @@ def measured(pair: Pair, load: Load, answers: Answers, given: argparse.Namespace
     served = [outcome for outcome in stayed if not outcome.error]
     if not served:
         return {"connector": pair.name, "errors": _errors([*warm, *stayed])}
-    within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
+    within_s = statistics.median(outcome.first_token_s for outcome in served)
     until_idle(pair, given.idle_within_s)
     computed, failures = computed_tokens(pair.decode), _failures(pair.decode)
     outcomes, took_s = load.run(given.requests, within_s)
@@ -226,7 +226,7 @@ def _servers(recipe: Recipe, folder: Path, variant: Variant, given: argparse.Nam
     length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
     options = ["--max-model-len", str(length), "--max-num-seqs", str(seats)]
     both = (options, [*options, "--no-enable-prefix-caching"])
-    return both_served(variant, recipe, folder, given, both, given.gpus.split(","), policy=given.policy)
+    return both_served(variant, recipe, folder, given, both, given.gpus.split(","), policy="recompute")
 
 
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -247,20 +247,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         arguments,
         {
             "engines": "engine or engine:protocol, comma separated, one after the other",
-            "policy": "kv_load_failure_policy of all servers",
-            "leave_within_ms": "0: the median first token of those who stay",
             "prompts": "how many differ",
             "prompt_tokens": "a multiple of the chunk and one more",
             "limit_s": "no request of a run begins after that",
         },
         engines="nixl",
         extra={},
-        policy="recompute",
         requests=2000,
         reference_requests=400,
         in_flight=16,
         leave_every=4,
-        leave_within_ms=0.0,
         prompts=(8, 24),
         prompt_tokens=(1025, 8193),
         output_tokens=12,
@@ -275,7 +271,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with prepared(given, given.gpus[0], tiny="gqa") as (recipe, logs, lines):
+    with prepared(given, tiny="gqa") as (recipe, logs, lines):
         for finding in _findings(recipe, logs, given):
             lines.write("leavers", **finding)
 
