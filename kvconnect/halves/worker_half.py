@@ -136,11 +136,10 @@ class TransferWorker:
         # A CPU finishes each step at once.
         self._steps = DeviceSteps(_record if local.stream is not None else lambda: always)
         kept: KeptByName | None = None if offload is None else offload.names
-        if (shared := sent.shared) is not None:
+        if sent.shared is not None:
             from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 
-            named = shared.naming, shared.requirements
-            kept = self._shared = PrefixBlocks(*named, table, cache.config.num_blocks, kept)
+            kept = self._shared = PrefixBlocks(*sent.shared, table, cache.config.num_blocks, kept)
         if kept is not None:
             local.keep(kept)
         if offload is not None and offload.load_rows is not None:

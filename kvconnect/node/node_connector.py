@@ -19,7 +19,7 @@ from kvconnect.halves.building import (
     build_worker_half,
     configured_trust,
 )
-from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache, SharedCache
+from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.node.block_manager import HASH_SCHEME, BlockPool
@@ -108,7 +108,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
         )
     # A state group turns prefix reuse off.
     shares = config.extra.share_prefix_cache and not any(group.is_state for group in cache.config.groups)
-    shared = SharedCache(named, requirements) if shares else None
+    shared = (named, requirements) if shares else None
     sent = SentCache(rank, CacheMeaning(stated, None, 1), shared)
     worker = build_worker_half(config, RankTraits(sent=sent, kept=kept))
     with contextlib.ExitStack() as opened:

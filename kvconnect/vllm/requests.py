@@ -13,7 +13,7 @@ import os
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ _SUFFIXES = (".safetensors", ".bin", ".pt")
 _CONFIGURATION = "adapter_config.json"
 _BYTES = 16
 
-_Stamp = tuple[tuple[int, int, int], ...]
+_Stamps = dict[str, tuple[int, int, int]]
 
 
 class Adapters:
@@ -122,16 +122,16 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        # Files, their stamp, the digest, and whether it is of their contents.
-        self._known: OrderedDict[int, tuple[tuple[str, ...], _Stamp, bytes, bool]] = OrderedDict()
+        # The stamps of its files, the digest, and whether it is of their contents.
+        self._known: OrderedDict[int, tuple[_Stamps, bytes, bool]] = OrderedDict()
 
     def digest(self, lora: Any) -> bytes:
         """A digest of every byte of an adapter's weights and configuration, ``_BYTES`` long. Never raises."""
-        number = int(lora.lora_int_id)
-        files, stamp, known, is_read = self._known.get(number, ((), (), b"", False))
-        now = _stamp(files or _files(str(lora.lora_path)))
+        number, now = int(lora.lora_int_id), _stamps(str(lora.lora_path))
+        stamps, known, is_read = self._known.get(number, ({}, b"", False))
         is_reloaded = bool(getattr(lora, "load_inplace", False))
-        if not known or stamp != now or (is_reloaded and not is_read):
+        if not known or stamps != now or (is_reloaded and not is_read):
+            is_read = bool(now) and (not known or is_reloaded)
             if known and not is_reloaded:
                 logger.warning(
                     "the files of adapter %r have changed since it was loaded under id %d: its KV is "
@@ -139,12 +139,8 @@ class Adapters:
                     lora.lora_name,
                     number,
                 )
-                known, is_read = uuid.uuid4().bytes, False
-            else:
-                files = _files(str(lora.lora_path))
-                now = _stamp(files)
-                known, is_read = (_read(files), True) if now else (uuid.uuid4().bytes, False)
-            self._known[number] = files, now, known, is_read
+            known = _read(now) if is_read else uuid.uuid4().bytes
+            self._known[number] = now, known, is_read
             while len(self._known) > _MOST:
                 self._known.popitem(last=False)
         self._known.move_to_end(number)
@@ -158,25 +154,18 @@ def named_with(name: bytes, digest: bytes) -> bytes:
     return (int.from_bytes(name, "big") ^ int.from_bytes(mask, "big")).to_bytes(len(name), "big")
 
 
-def _files(path: str) -> tuple[str, ...]:
-    """Paths of an adapter's weight files and its configuration."""
+def _stamps(folder: str) -> _Stamps:
+    """Size, modification time and inode of an adapter's weight files and its configuration, by path."""
     try:
-        found = sorted(os.listdir(path))
+        with os.scandir(folder) as found:
+            files = [one for one in found if one.name == _CONFIGURATION or one.name.endswith(_SUFFIXES)]
+        stats = {one.path: one.stat() for one in files}
     except OSError:
-        return ()
-    return tuple(f"{path}/{name}" for name in found if name == _CONFIGURATION or name.endswith(_SUFFIXES))
+        return {}
+    return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in sorted(stats.items())}
 
 
-def _stamp(files: Iterable[str]) -> _Stamp:
-    """Size, modification time and inode of each file; empty where one of them is missing."""
-    try:
-        stats = [os.stat(file) for file in files]
-    except OSError:
-        return ()
-    return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
-
-
-def _read(files: Sequence[str]) -> bytes:
+def _read(files: Iterable[str]) -> bytes:
     digest = hashlib.blake2b(digest_size=_BYTES)
     try:
         for file in files:
@@ -184,10 +173,6 @@ def _read(files: Sequence[str]) -> bytes:
             digest.update(f"{os.path.basename(file)} {len(content)}\n".encode())
             digest.update(content)
     except OSError as error:
-        logger.warning(
-            "the adapter in %s cannot be read, and its KV is exchanged with no peer: %s",
-            os.path.dirname(files[0]),
-            error,
-        )
+        logger.warning("an adapter cannot be read, and its KV is exchanged with no peer: %s", error)
         return uuid.uuid4().bytes
     return digest.digest()

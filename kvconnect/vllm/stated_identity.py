@@ -285,34 +285,25 @@ def _cache_dtype(layer: Any, spec: Any) -> str:
 
 def _by_layer(values: Mapping[str, str], counts: HeadCounts) -> dict[str, str]:
     """Values by layers: layers with an equal value share a field. A draft model's layers are left out."""
-    kinds: dict[str, dict[int, str]] = {}
+    kinds: dict[str, dict[str, set[int]]] = {}
     for name, value in values.items():
         number = layer_number(name)
         if number is not None and number >= counts.num_layers > 0:
             continue
-        kinds.setdefault(re.sub(r"\d+", "#", name), {})[number or 0] = value
-    fields = {}
-    for kind, by_number in sorted(kinds.items()):
-        if len(set(by_number.values())) == 1 and len(kinds) == 1:
-            fields[""] = next(iter(by_number.values()))
-            continue
-        shared: dict[str, list[int]] = {}
-        for number, value in sorted(by_number.items()):
-            shared.setdefault(value, []).append(number)
-        title = "layers" if len(kinds) == 1 else kind
-        fields |= {f"{title} {_ranges(numbers)}": value for value, numbers in shared.items()}
-    return fields
+        kinds.setdefault(re.sub(r"\d+", "#", name), {}).setdefault(value, set()).add(number or 0)
+    fields = {
+        f"{kind if len(kinds) > 1 else 'layers'} {_ranges(sorted(numbers))}": value
+        for kind, shared in kinds.items()
+        for value, numbers in shared.items()
+    }
+    return {"": next(iter(fields.values()))} if len(fields) == 1 else fields
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Rising numbers as ``0-3,8``; if that is long, its beginning and a digest."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    text = ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+    runs = itertools.groupby(enumerate(numbers), lambda placed: placed[1] - placed[0])
+    parts = [[number for _, number in run] for _, run in runs]
+    text = ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
     return text if len(text) <= 80 else f"{text[:60]}... ({_short(text)})"
 
 

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +59,8 @@ class LoadedWeights:
         self._first = self._digest()
         of_ranks = gather((checkpoint, self._first, embedding_sums(models)))
         is_known = checkpoint is not None and all(name == checkpoint for name, *_ in of_ranks)
-        self.names = {"files": checkpoint} if checkpoint is not None and is_known else {}
-        self._name_memory([digest for _, digest, _ in of_ranks], [sums for *_, sums in of_ranks])
-        self._first_names = self.names
+        self._files = {"files": checkpoint} if checkpoint is not None and is_known else {}
+        self.names = self._named(self._files, of_ranks)
         if self.names.get("tensors", "").startswith(_UNIDENTIFIED):
             logger.warning(
                 "the weights of this server cannot be told from others, so that no peer exchanges KV with it "
@@ -80,11 +79,8 @@ class LoadedWeights:
         """Read the tensors in memory again. Returns whether a name changed. All ranks must call it."""
         now, before = self._digest(), self.text
         of_ranks = self._gather((now is not None and now == self._first, now, embedding_sums(self._models)))
-        if all(is_first for is_first, *_ in of_ranks):
-            self.names = self._first_names
-        else:
-            self.names = {}
-            self._name_memory([digest for _, digest, _ in of_ranks], [sums for *_, sums in of_ranks])
+        # After weights were replaced in place the files do not count, until these are there again.
+        self.names = self._named(self._files if all(first for first, *_ in of_ranks) else {}, of_ranks)
         if self.text != before:
             logger.info("weights were replaced in place: they were %s and are %s", before, self.text)
         return self.text != before
@@ -92,15 +88,19 @@ class LoadedWeights:
     def _digest(self) -> bytes | None:
         return tensors_digest(self._models, without_experts=self._experts_move)
 
-    def _name_memory(self, digests: Sequence[bytes | None], sums: Sequence[Iterable[EmbeddingSum]]) -> None:
-        """Name tensors in memory, comparable for equal numbers of ranks, and embeddings, for any number."""
+    def _named(
+        self, files: Mapping[str, str], of_ranks: Sequence[tuple[Any, bytes | None, Iterable[EmbeddingSum]]]
+    ) -> dict[str, str]:
+        """Names with those of tensors, comparable for equal numbers of ranks, and of embeddings, for any."""
+        names, digests = dict(files), [digest for _, digest, _ in of_ranks]
         if None not in digests:
             joined = hashlib.blake2b(b"".join(filter(None, digests)), digest_size=_NAME_BYTES)
-            self.names["tensors"] = f"{joined.hexdigest()} over {len(digests)} ranks"
-        elif "files" not in self.names:
-            self.names["tensors"] = f"{_UNIDENTIFIED} {self._gather(uuid.uuid4().hex)[0]}"
-        if embeddings := _embeddings_name(sums):
-            self.names["embeddings"] = embeddings
+            names["tensors"] = f"{joined.hexdigest()} over {len(digests)} ranks"
+        elif not files:
+            names["tensors"] = f"{_UNIDENTIFIED} {self._gather(uuid.uuid4().hex)[0]}"
+        if embeddings := _embeddings_name([sums for *_, sums in of_ranks]):
+            names["embeddings"] = embeddings
+        return names
 
 
 def loaded_weights(vllm_config: VllmConfig) -> LoadedWeights:

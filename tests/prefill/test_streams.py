@@ -141,7 +141,11 @@ def test_what_was_told_adds_up_to_what_a_request_has(seed):
                     state[1][group].extend(new[-1])
                 go_on(prefill, name, state[0], new if any(new) else None)
             case "lose" if running:
-                prefill.preempted(name)
+                if rng.random() < 0.5:
+                    prefill.preempted(name)
+                else:
+                    # It is admitted anew: nobody says that it was preempted.
+                    prefill.update_after_alloc(running[name][0], ([1], [1]), 0)
                 running[name][1][:] = [0, ([], [])]
             case _:
                 read()

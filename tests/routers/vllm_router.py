@@ -46,10 +46,10 @@ def spelled_long(url: str, length: int) -> str:
 
 
 @contextmanager
-def routed(folder: Path, *arguments: str) -> Iterator[str]:
+def routed(folder: Path, *arguments: str, program: str = "") -> Iterator[str]:
     """A router that is ready; its URL."""
     port = free_port()
-    command = [find_router(), "--host", "127.0.0.1", "--port", str(port)]
+    command = [program or find_router(), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port()), *arguments]
     url = f"http://127.0.0.1:{port}"
     child = Child("vllm-router", command, folder / f"router-{port}.log", url=url).start()

@@ -17,10 +17,10 @@ import itertools
 import json
 import statistics
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,26 +57,20 @@ def started(backend: str, model: Path, folder: Path) -> Iterator[tuple[SglangSer
 
 def first_tokens(prefill: SglangServer, decode: SglangServer, length: int, at_once: int) -> list[float]:
     """Seconds to the first token of each of ``at_once`` prompts that are asked together."""
-    found: list[float] = []
 
-    def ask(prompt: list[int]) -> None:
+    def ask(prompt: list[int]) -> float:
         began = time.perf_counter()
         with Asked(prefill, decode, prompt, max_new_tokens=4, stream=True) as asked:
             lines = asked.lines()
             next(lines)
-            found.append(time.perf_counter() - began)
+            took = time.perf_counter() - began
             for _ in lines:
                 pass
+        return took
 
-    threads = [
-        threading.Thread(target=ask, args=(random_prompt(length, next(_SEEDS)),)) for _ in range(at_once)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == at_once, "a request failed; its error is above"
-    return found
+    prompts = [random_prompt(length, next(_SEEDS)) for _ in range(at_once)]
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, prompts))
 
 
 def measured(

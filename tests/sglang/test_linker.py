@@ -6,8 +6,8 @@ A pair comes first, whose decode server fills a folder; a server by itself then 
 from __future__ import annotations
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,13 +52,10 @@ def restorable(prompt):
 
 def moved(server, move, tier, awaited=0.0):
     """Rows that were stored, restored, kept or fetched; metrics come a second late, or later."""
-    what, until = "kvconnect_offload_rows_total", time.monotonic() + 20
+    until = time.monotonic() + 20
     while True:
         time.sleep(1.5)
-        found = 0.0
-        for line in server.fetch("/metrics").decode().splitlines():
-            if line.startswith(what) and f'move="{move}"' in line and f'tier="{tier}"' in line:
-                found += float(line.rpartition(" ")[2])
+        found = server.metrics(move=move, tier=tier).get("kvconnect_offload_rows_total", 0.0)
         if found >= awaited or time.monotonic() > until:
             return found
 
@@ -119,18 +116,10 @@ def test_returning_prompts_are_restored_exactly(plain, server):
         check(server.ask(prompt, return_logprob=True), expected[seed], 0)
     fill_device(server, 1)
     began = moved(server, "restored", "cpu")
-    answers = {}
-
-    def ask(number):
-        answers[number] = server.ask(PROMPTS[number], return_logprob=True)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, prompt in enumerate(PROMPTS):
-        check(answers[number], expected[number], restorable(prompt))
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = pool.map(lambda prompt: server.ask(prompt, return_logprob=True), PROMPTS)
+        for prompt, answer, wanted in zip(PROMPTS, answers, expected, strict=True):
+            check(answer, wanted, restorable(prompt))
     pages = sum(restorable(prompt) for prompt in PROMPTS) // PAGE_TOKENS
     assert moved(server, "restored", "cpu", began + pages) - began == pages
     # A part on the device, a part in host memory, and a part that is new.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import socket
-import threading
 import time
-import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +26,7 @@ from sglang.srt.plugins import load_plugins
 
 from kvconnect.errors import ConfigError
 from kvconnect.halves.building import Trust
+from kvconnect.node.children import answers, fetch_json
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.handles import Handles
 from kvconnect.sglang import conn, room_ledger
@@ -39,6 +37,7 @@ from kvconnect.sglang.registration import _check_arguments
 from kvconnect.transfer.attached_rows import AttachedRows
 from tests.ports import free_port
 from tests.sglang_contract.linked_cache import LINKED
+from tests.sglang_contract.ranks import until
 
 PAGE, TOKENS = 4, 64
 
@@ -235,6 +234,7 @@ KEPT = '{"offload": {"cpu_bytes": 1000000}}'
         (BACKEND, '{"engine": "none"}', ["engine is 'none'"]),
         (BACKEND, '{"bootstrap_port": 1, "sources": []}', ["2 mistakes"]),
         (BACKEND, "/no/such/file", ["cannot be read"]),
+        (BACKEND, '{"key_file": "/no/such/key"}', ["/no/such/key"]),
         ({**BACKEND, "enable_hisparse": True}, "{}", ["--enable-hisparse is True"]),
         (LINKER, "", ["KVCONNECT_CONFIG is not set"]),
         (LINKER, "{}", ["no 'offload'", "cpu_bytes"]),
@@ -282,18 +282,11 @@ def test_settings_that_can_be_used(monkeypatch, given, config):
     _check_arguments(SimpleNamespace(**given))
 
 
-def rank(dp_size=1, dp_rank=0, handle="", **more):
-    one = {
-        "attn_tp_size": 1,
-        "attn_tp_rank": 0,
-        "attn_cp_size": 1,
-        "attn_cp_rank": 0,
-        "pp_size": 1,
-        "pp_rank": 0,
-    }
-    one |= {"attn_dp_size": 1, "attn_dp_rank": 0, "system_dp_size": dp_size, "system_dp_rank": dp_rank}
-    one |= {"rank_ip": "127.0.0.1", "rank_port": 1, "page_size": 16, "kv_cache_dtype": "auto"}
-    return one | more | ({KEY: handle} if handle else {})
+def rank(dp_size=1, dp_rank=0, **more):
+    parts = ("attn_tp", "attn_cp", "attn_dp", "pp")
+    one = {f"{part}_size": 1 for part in parts} | {f"{part}_rank": 0 for part in parts}
+    one |= {"system_dp_size": dp_size, "system_dp_rank": dp_rank}
+    return one | {"rank_ip": "127.0.0.1", "rank_port": 1, "page_size": 16, "kv_cache_dtype": "auto"} | more
 
 
 def is_open(port):
@@ -305,10 +298,7 @@ def is_open(port):
 def bootstrap():
     port = free_port()
     server = KVConnectBootstrapServer("127.0.0.1", port)
-    deadline = time.monotonic() + 10
-    while not is_open(port):
-        assert time.monotonic() < deadline, "its thread listens soon"
-        time.sleep(0.01)
+    until(lambda: is_open(port), "its thread listens soon")
     yield f"127.0.0.1:{port}"
     server.close()
 
@@ -318,19 +308,12 @@ def directory(secret=b"s" * 32, patience_s=0.5):
 
 
 def register(bootstrap, *ranks, secret=b"s" * 32):
-    done = threading.Event()
     for number, one in enumerate(ranks):
         handle = Handles(secret, time.time).introduce("127.0.0.1", 7000 + number)
         directory().register(f"http://{bootstrap}", {**one, KEY: handle})
-    deadline = time.monotonic() + 10
-    while not done.wait(0.05):
-        assert time.monotonic() < deadline
-        try:
-            every = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-            with urllib.request.urlopen(f"http://{bootstrap}/route?{every}") as answer:
-                return json.loads(answer.read())
-        except OSError:
-            continue
+    every = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+    until(lambda: answers(f"http://{bootstrap}/route?{every}"), "the ranks are registered soon")
+    return fetch_json(f"http://{bootstrap}/route?{every}")
 
 
 def test_decode_finds_the_first_rank_of_a_prefill_node(bootstrap):

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvconnect.node.children import BadAnswer, fetch
+from kvconnect.node.children import answers
 from tests.faults import frames
 from tests.ports import free_port
-from tests.vllm.servers import Server, members, running, transfer_config
+from tests.vllm.servers import NIXL_CONNECTOR, Server, members, running, transfer_config
 from tests.vllm.tiny_models import write_model
 
 CONNECTORS = ("NixlConnector", "kvconnect")
@@ -34,8 +34,10 @@ _ANSWER_S = 5.0
 
 def _configured(connector: str, port: int) -> tuple[dict[str, Any], dict[str, str]]:
     if connector == "NixlConnector":
-        config = {"kv_connector": connector, "kv_role": "kv_both"}
-        return config, {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        return NIXL_CONNECTOR, {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        }
     return transfer_config("both", "nixl", port=port, insecure=True), {}
 
 
@@ -81,14 +83,6 @@ def _memory_mb(server: Server) -> int:
     return pages * 4096 >> 20
 
 
-def _is_healthy(server: Server) -> bool:
-    try:
-        fetch(server.url + "/health", timeout_s=5.0)
-    except BadAnswer:
-        return False
-    return True
-
-
 def measure(connector: str, folder: Path, seed: int) -> dict[str, Any]:
     """One server, and ever more frames until an honest peer hears nothing any more."""
     port = free_port()
@@ -109,13 +103,13 @@ def measure(connector: str, folder: Path, seed: int) -> dict[str, Any]:
                         "framing": "good" if well_framed else "broken",
                         "seconds": round(time.monotonic() - started, 1),
                         "answered": _is_answered(connector, port),
-                        "healthy": _is_healthy(server),
+                        "healthy": answers(server.url + "/health"),
                         "memory_mb": _memory_mb(server),
                     }
                 )
                 if not rows[-1]["answered"]:
                     break
-        rows.append({"generates": bool(server.tokens([1, 2, 3])), "healthy": _is_healthy(server)})
+        rows.append({"generates": bool(server.tokens([1, 2, 3])), "healthy": answers(server.url + "/health")})
         log = server.log.read_text(errors="replace")
         ended = [
             line[-300:] for line in log.splitlines() if "Exception in thread" in line or "Error:" in line

@@ -189,7 +189,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         {
             "connectors": "comma separated: NixlConnector, kvconnect-ENGINE or kvconnect-ENGINE:PROTOCOL",
             "lengths": "prompt tokens, comma separated",
-            "pool": "free blocks of a GPU lie 'scattered' or 'fresh'",
             "idle_s": "measure idle pairs for so long, and nothing else",
         },
         connectors="kvconnect-nixl,NixlConnector",
@@ -197,7 +196,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         lengths=("1024,4096", "1025,8193,32769"),
         rounds=8,
         chunk=(2048, 1024),
-        pool="scattered",
         kv_gib=(3, 12),
         gpus="0,1",
         idle_s=0.0,
@@ -218,13 +216,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     tiny = "gqa" if given.idle_s else "heavy"
-    with prepared(given, given.gpus.split(",")[0], tiny=tiny) as (recipe, logs, lines), ExitStack() as stack:
+    with prepared(given, tiny=tiny) as (recipe, logs, lines), ExitStack() as stack:
         pairs = _started(recipe, given, logs)
         servers = stack.enter_context(running(*(server for pair in pairs for server in pair.servers)))
         if given.cpu or given.idle_s:
             # Some connectors keep a core busy when idle.
             stack.enter_context(stopped(*servers))
-        elif given.pool == "scattered":
+        else:
             _scatter_all(pairs, given, lines)
         if given.idle_s:
             idle(pairs, given.idle_s, lines)

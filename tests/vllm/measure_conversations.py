@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvconnect.node.children import COMMAND, ENVIRONMENT, Child
 from tests.ports import free_port
+from tests.routers.vllm_router import routed
 from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import (
     Lines,
@@ -37,7 +37,7 @@ from tests.vllm.pairs import (
     pulls,
     served,
 )
-from tests.vllm.servers import Server, random_prompt, running
+from tests.vllm.servers import Server, random_prompt, router, running
 from tests.vllm.tiny_models import Recipe
 
 _SETTLE_S = 2.0
@@ -84,56 +84,43 @@ def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace)
 
 
 @contextmanager
-def _own_router(group: Group, folder: Path, *more: str) -> Iterator[str]:
-    command = [*COMMAND, "router", "--port", "0", *more]
-    for node in group:
-        command += ["--decode", node.server.url]
-    child = Child("router", command, folder / f"router-{free_port()}.log", ENVIRONMENT).start()
-    try:
-        yield child.wait_ready()
-    finally:
-        child.end(5)
-
-
-@contextmanager
-def by_prefix(group: Group, folder: Path, _: argparse.Namespace) -> Iterator[str]:
+def by_prefix(group: Group, *_: object) -> Iterator[str]:
     """``kvconnect router`` that follows the servers' KV events."""
-    more = ["--policy", "prefix"]
+    more = ["--policy", "prefix", *_events(group)]
     for node in group:
-        more += ["--kv-event-source", f"{node.server.url}={node.events}"]
-        more += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
         more += ["--kv-source", f"{node.server.url}={node.source}"] if node.source else []
-    with _own_router(group, folder, *more) as url:
+    with router(*more, *_decodes(group)) as url:
         yield url
 
 
 @contextmanager
-def by_load(group: Group, folder: Path, _: argparse.Namespace) -> Iterator[str]:
+def by_load(group: Group, *_: object) -> Iterator[str]:
     """``kvconnect router`` that knows how many requests are under way at each server, and nothing else."""
-    with _own_router(group, folder) as url:
+    with router(*_decodes(group)) as url:
         yield url
 
 
 @contextmanager
 def kv_aware(group: Group, folder: Path, given: argparse.Namespace) -> Iterator[str]:
     """vllm-router that follows the servers' KV events."""
-    port = free_port()
-    command = [str(given.vllm_router), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(free_port()), "--policy", "kv_aware"]
-    command += ["--worker-urls", *(node.server.url for node in group)]
-    for node in group:
-        command += ["--kv-event-source", f"{node.server.url}={node.events}"]
-        command += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
-    block = 128 if given.cpu else 16
-    command += ["--kv-event-block-size", str(block), "--kv-event-model", "tiny"]
-    url = f"http://127.0.0.1:{port}"
-    child = Child("vllm-router", command, folder / f"vllm-router-{port}.log", url=url).start()
-    try:
-        child.wait_answer("/health", 60)
+    more = ["--policy", "kv_aware", "--worker-urls", *(node.server.url for node in group), *_events(group)]
+    more += ["--kv-event-block-size", str(128 if given.cpu else 16), "--kv-event-model", "tiny"]
+    with routed(folder, *more, program=str(given.vllm_router)) as url:
         time.sleep(_SETTLE_S)
         yield url
-    finally:
-        child.end(10)
+
+
+def _decodes(group: Group) -> list[str]:
+    return [option for node in group for option in ("--decode", node.server.url)]
+
+
+def _events(group: Group) -> list[str]:
+    """The same options of both routers."""
+    options = []
+    for node in group:
+        options += ["--kv-event-source", f"{node.server.url}={node.events}"]
+        options += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
+    return options
 
 
 _Router = Callable[[Group, Path, argparse.Namespace], Any]
@@ -270,7 +257,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with prepared(given, given.gpus.split(",")[0]) as (recipe, logs, lines):
+    with prepared(given) as (recipe, logs, lines):
         names = list(dict.fromkeys(SYSTEMS[name][0] for name in given.system))
         groups = {name: _started(name, recipe, logs, given) for name in names}
         with running(*(node.server for group in groups.values() for node in group)):

@@ -16,15 +16,13 @@ for every prompt alone and under the same load, and all that it ever answered co
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import statistics
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +66,8 @@ class Outcome:
     tokens: tuple[int, ...] = ()
 
 
-@dataclass
-class Accepted:
-    """Every answer that the reference gave, by prompt."""
-
-    answers: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-
-    def add(self, outcome: Outcome) -> None:
-        """Count an answer of the reference as right."""
-        if not outcome.error:
-            self.answers.setdefault(outcome.prompt, set()).add(outcome.tokens)
-
-    def has(self, outcome: Outcome) -> bool:
-        return outcome.tokens in self.answers.get(outcome.prompt, ())
-
-    def has_first(self, outcome: Outcome) -> bool:
-        """Whether the first token is: it depends on the KV that came over, and on no batch of a decode."""
-        return outcome.tokens[:1] in {answer[:1] for answer in self.answers.get(outcome.prompt, ())}
+Answers = Mapping[int, set[tuple[int, ...]]]
+"""Every answer that the reference gave, by prompt."""
 
 
 class Load:
@@ -111,26 +94,20 @@ class Load:
     def run(self, requests: int, leave_within_s: float = 0.0) -> tuple[list[Outcome], float]:
         """So many requests, and the seconds that they took. After ``limit_s`` none is begun any more."""
         rng = random.Random(self._given.seed)
-        moments = [rng.uniform(0, leave_within_s) for _ in range(requests)]
         # Not every fourth number: clients and prompts would fall into step with it.
-        leavers = set(rng.sample(range(requests), requests // self._given.leave_every))
-        numbers, lock = itertools.count(), threading.Lock()
+        leavers = rng.sample(range(requests), requests // self._given.leave_every) if leave_within_s else []
+        leave_after_s = {number: rng.uniform(0, leave_within_s) for number in leavers}
         began = time.monotonic()
 
-        def client() -> list[Outcome]:
-            outcomes = []
-            while time.monotonic() - began < self._given.limit_s:
-                with lock:
-                    number = next(numbers)
-                if number >= requests:
-                    break
-                leaves = leave_within_s > 0 and number in leavers
-                outcomes.append(self.one(number, moments[number] if leaves else None))
-            return outcomes
+        def client(number: int) -> Outcome | None:
+            if time.monotonic() - began >= self._given.limit_s:
+                return None
+            return self.one(number, leave_after_s.get(number))
 
+        # Each thread is a client, which takes the next number once it has its answer.
         with ThreadPoolExecutor(self._given.in_flight) as pool:
-            clients = [pool.submit(client) for _ in range(self._given.in_flight)]
-        return [outcome for each in clients for outcome in each.result()], time.monotonic() - began
+            outcomes = [one for one in pool.map(client, range(requests)) if one is not None]
+        return outcomes, time.monotonic() - began
 
     def alone(self) -> list[Outcome]:
         """Every prompt by itself: the prefill server has it from then on."""
@@ -169,14 +146,20 @@ def until_idle(pair: Pair, within_s: float) -> dict[str, Any]:
         time.sleep(0.02)
 
 
-def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespace) -> dict[str, Any]:
+def measured(pair: Pair, load: Load, answers: Answers, given: argparse.Namespace) -> dict[str, Any]:
     """The run without leavers, the one with them, and what became of the others."""
+
+    def wrong(some: Sequence[Outcome], tokens: int | None = None) -> list[Outcome]:
+        """Those with other first ``tokens``, or other answers, than the reference ever gave."""
+        right = {prompt: {answer[:tokens] for answer in every} for prompt, every in answers.items()}
+        return [one for one in some if one.tokens[:tokens] not in right.get(one.prompt, ())]
+
     warm = load.alone()
     stayed, stayed_s = load.run(given.requests)
     served = [outcome for outcome in stayed if not outcome.error]
     if not served:
         return {"connector": pair.name, "errors": _errors([*warm, *stayed])}
-    within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
+    within_s = statistics.median(outcome.first_token_s for outcome in served)
     until_idle(pair, given.idle_within_s)
     computed, failures = computed_tokens(pair.decode), _failures(pair.decode)
     outcomes, took_s = load.run(given.requests, within_s)
@@ -193,15 +176,15 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         "others": len(others),
         "others_failed": len(others) - len(good),
         "others_recomputed": int(recomputed),
-        "others_wrong": sum(not accepted.has(outcome) for outcome in good),
-        "others_wrong_first_token": sum(not accepted.has_first(outcome) for outcome in good),
-        # Of one or two prompts, also without leavers: a tie that the reference was asked about too seldom.
-        # Of many prompts: wrong KV.
-        "others_wrong_first_by_prompt": Counter(one.prompt for one in good if not accepted.has_first(one)),
-        "stayed_wrong_first_by_prompt": Counter(one.prompt for one in served if not accepted.has_first(one)),
+        "others_wrong": len(wrong(good)),
+        # It depends on the KV that came over, and on no batch of a decode. Of one or two prompts, also
+        # without leavers: a tie that the reference was asked about too seldom. Of many prompts: wrong KV.
+        "others_wrong_first_token": len(wrong(good, 1)),
+        "others_wrong_first_by_prompt": Counter(one.prompt for one in wrong(good, 1)),
+        "stayed_wrong_first_by_prompt": Counter(one.prompt for one in wrong(served, 1)),
         "stayed_failed": len(stayed) - len(served),
-        "stayed_wrong": sum(not accepted.has(outcome) for outcome in served),
-        "alone_wrong": sum(not accepted.has(outcome) for outcome in warm),
+        "stayed_wrong": len(wrong(served)),
+        "alone_wrong": len(wrong(warm)),
         "first_token_ms": in_ms(beside),
         "first_token_ms_without_leavers": in_ms(without),
         "requests_per_s": round(len(outcomes) / took_s, 2),
@@ -209,7 +192,7 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         **idle,
         "failures_counted_by_decode": _failures(pair.decode) - failures,
         "errors": _errors([*warm, *stayed, *outcomes]),
-        "wrong": [asdict(outcome) for outcome in good if not accepted.has(outcome)][:_SHOWN_ERRORS],
+        "wrong": [asdict(outcome) for outcome in wrong(good)[:_SHOWN_ERRORS]],
     }
 
 
@@ -217,20 +200,21 @@ def _errors(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.error for outcome in outcomes if outcome.error][:_SHOWN_ERRORS]
 
 
-def asked_reference(load: Load, requests: int) -> tuple[Accepted, dict[str, Any]]:
+def asked_reference(load: Load, requests: int) -> tuple[Answers, dict[str, Any]]:
     """All that the reference answers, alone and under load."""
-    accepted = Accepted()
+    answers: dict[int, set[tuple[int, ...]]] = {}
     outcomes = load.alone()
     under_load, took_s = load.run(requests)
     for outcome in [*outcomes, *under_load]:
-        accepted.add(outcome)
+        if not outcome.error:
+            answers.setdefault(outcome.prompt, set()).add(outcome.tokens)
     served = [outcome.first_token_s for outcome in under_load if not outcome.error]
-    return accepted, {
+    return answers, {
         "connector": NIXL.name,
         "requests": len(under_load),
         "failed": sum(bool(outcome.error) for outcome in under_load),
-        "prompts": len(accepted.answers),
-        "prompts_with_several_answers": sum(len(answers) > 1 for answers in accepted.answers.values()),
+        "prompts": len(answers),
+        "prompts_with_several_answers": sum(len(every) > 1 for every in answers.values()),
         "first_token_ms_without_leavers": in_ms(served),
         "requests_per_s_without_leavers": round(len(under_load) / took_s, 2),
         "errors": _errors([*outcomes, *under_load]),
@@ -242,19 +226,19 @@ def _servers(recipe: Recipe, folder: Path, variant: Variant, given: argparse.Nam
     length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
     options = ["--max-model-len", str(length), "--max-num-seqs", str(seats)]
     both = (options, [*options, "--no-enable-prefix-caching"])
-    return both_served(variant, recipe, folder, given, both, given.gpus.split(","), policy=given.policy)
+    return both_served(variant, recipe, folder, given, both, given.gpus.split(","), policy="recompute")
 
 
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = [random_prompt(given.prompt_tokens, seed) for seed in range(given.prompts)]
     reference = _servers(recipe, folder, NIXL, given)
     with running(*reference.servers):
-        accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
+        answers, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
     yield told
     for named in given.engines.split(","):
         made = _servers(recipe, folder, named_variant(named, given.extra), given)
         with running(*made.servers):
-            yield measured(made, Load(made, prompts, given), accepted, given)
+            yield measured(made, Load(made, prompts, given), answers, given)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -263,20 +247,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         arguments,
         {
             "engines": "engine or engine:protocol, comma separated, one after the other",
-            "policy": "kv_load_failure_policy of all servers",
-            "leave_within_ms": "0: the median first token of those who stay",
             "prompts": "how many differ",
             "prompt_tokens": "a multiple of the chunk and one more",
             "limit_s": "no request of a run begins after that",
         },
         engines="nixl",
         extra={},
-        policy="recompute",
         requests=2000,
         reference_requests=400,
         in_flight=16,
         leave_every=4,
-        leave_within_ms=0.0,
         prompts=(8, 24),
         prompt_tokens=(1025, 8193),
         output_tokens=12,
@@ -291,7 +271,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with prepared(given, given.gpus[0], tiny="gqa") as (recipe, logs, lines):
+    with prepared(given, tiny="gqa") as (recipe, logs, lines):
         for finding in _findings(recipe, logs, given):
             lines.write("leavers", **finding)
 

@@ -219,11 +219,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    place = given.gpus.split(",")[0]
-    with (
-        prepared(given, place) as (recipe, logs, lines),
-        _up(recipe, logs, given) as systems,
-    ):
+    with prepared(given) as (recipe, logs, lines), _up(recipe, logs, given) as systems:
         compare(systems, given, lines)
 
 

@@ -15,13 +15,12 @@ import random
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
 from tests.vllm.pairs import GPU_BLOCK, ask, command_line, named_variant, prepared, served
-from tests.vllm.servers import Server, forked, random_prompt, running
+from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 AHEAD_S = 0.5
@@ -108,9 +107,8 @@ def main() -> None:
         disk_gib=(4, 32),
     )
     with (
-        forked() if given.cpu else nullcontext(),
         tempfile.TemporaryDirectory() as disks,
-        prepared(given, given.gpus.split(",")[0], tiny="gqa") as (recipe, logs, lines),
+        prepared(given, tiny="gqa", forks=True) as (recipe, logs, lines),
         running(*_servers(recipe, Path(disks), logs, given)) as (small, large),
     ):
         # The links are measured, and the caches warm.

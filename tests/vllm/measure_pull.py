@@ -161,7 +161,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     shape = dense_model.Shape(positions=65536)
-    with prepared(given, given.gpus.split(",")[0], shape=shape) as (recipe, logs, lines):
+    with prepared(given, shape=shape) as (recipe, logs, lines):
         for place in given.place:
             # One after the other: servers that only wait take time of two cores, and memory of two GPUs.
             with running(*_started(recipe, logs, given, place)) as servers:

@@ -21,7 +21,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tests.ports import free_port
 from tests.vllm import dense_model
 from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import Answer, Lines, ask, command_line, named_variant, prepared, served
-from tests.vllm.servers import EXACT, Server, forked, members, random_prompt, router, running
+from tests.vllm.servers import EXACT, Server, members, random_prompt, router, running
 from tests.vllm.tiny_models import Recipe
 
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
@@ -222,10 +222,7 @@ def main() -> None:
         kv_gib=(1, 10),
     )
     given.chunk = 512 if given.cpu else given.tokens
-    with (
-        forked() if given.cpu else nullcontext(),
-        prepared(given, given.gpus.split(",")[0], tiny="gqa", shape=_SHAPE) as (recipe, logs, lines),
-    ):
+    with prepared(given, tiny="gqa", shape=_SHAPE, forks=True) as (recipe, logs, lines):
         servers = [_server(number, recipe, logs, given) for number in range(3)]
         with running(*servers):
             prompts = [random_prompt(given.tokens, seed) for seed in range(8)]

@@ -16,7 +16,6 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from tests.vllm.pairs import (
     Variant,
     both_served,
     command_line,
+    device,
     named_variant,
     prepared,
 )
-from tests.vllm.servers import EXACT, Server, forked, random_prompt, running
+from tests.vllm.servers import EXACT, Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _TP2 = ("--tensor-parallel-size", "2", "--disable-custom-all-reduce")
@@ -143,24 +143,18 @@ def main() -> None:
     )
     if unknown := set(given.case) - set(CASES):
         given.error(f"--case {', '.join(unknown)} is unknown; accepted: {', '.join(CASES)}")
-    first = given.gpus.split(",")[0]
     with (
-        forked() if given.cpu else nullcontext(),
         tempfile.TemporaryDirectory() as folder,
-        prepared(given, first, tiny="gqa", shape=_shape(kv_heads=4)) as (wide, logs, lines),
+        prepared(given, tiny="gqa", shape=_shape(kv_heads=4), forks=True) as (wide, logs, lines),
         ThreadPoolExecutor(given.at_once) as pool,
     ):
-        narrow = dense_model.write_model(Path(folder) / "narrow", _shape(kv_heads=1), _device(given, first))
+        narrow = dense_model.write_model(Path(folder) / "narrow", _shape(kv_heads=1), device(given))
         models = {"wide": wide, "narrow": narrow, "moe": tiny_models.write_model("moe", Path(folder))}
         list(pool.map(lambda name: measure(name, models, logs, given, lines), given.case or CASES))
 
 
 def _shape(kv_heads: int) -> dense_model.Shape:
     return dense_model.Shape(layers=4, hidden=512, intermediate=1024, heads=8, kv_heads=kv_heads)
-
-
-def _device(given: Any, gpu: str) -> str:
-    return "cpu" if given.cpu else f"cuda:{gpu}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from kvconnect.tools.inspect_runner import read_worker
 from tests.ports import free_port
 from tests.vllm.load_figures import quantile
 from tests.vllm.pairs import GPU_BLOCK, ask, command_line, named_variant, prepared, served
-from tests.vllm.servers import EXACT, MULTIPROCESSING, Server, forked, random_prompt, running
+from tests.vllm.servers import EXACT, MULTIPROCESSING, Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _HANDLE, _REQUEST = 2, 3
@@ -192,10 +192,7 @@ def main() -> None:
     given.port, names = free_port(), given.modes.split(",")
     ports = [free_port() for _ in names]
     prompts = [random_prompt(given.tokens, 1000 + number) for number in range(given.requests)]
-    place = given.gpus.split(",")[0]
-    with prepared(given, place, tiny="gqa") as (recipe, logs, lines), ExitStack() as stack:
-        if given.cpu:
-            stack.enter_context(forked())
+    with prepared(given, tiny="gqa", forks=True) as (recipe, logs, lines):
         prefill = _server("producer", "prefill", given.prefill_room, False, recipe, logs, given, given.port)
         decodes = [
             _server("consumer", name, given.room, name == "with", recipe, logs, given, port)

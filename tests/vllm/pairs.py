@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import tempfile
@@ -13,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import urlsplit
 
 from kvconnect.node.children import BadAnswer
 from tests.ports import free_port
@@ -25,6 +23,8 @@ from tests.vllm.servers import (
     NIXL_CONNECTOR,
     ROOT,
     Server,
+    asking,
+    forked,
     transfer_config,
 )
 from tests.vllm.tiny_models import Recipe
@@ -115,12 +115,9 @@ def ask(
     else:
         body |= {"return_token_ids": True} if with_tokens else {}
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    where = urlsplit(url)
-    client = http.client.HTTPConnection(str(where.hostname), where.port, timeout=_PATIENCE_S)
     first_token_s, seen, tokens = 0.0, 0, []
-    try:
-        began = time.perf_counter()
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    began = time.perf_counter()
+    with asking(url, body, _PATIENCE_S) as client:
         answer = client.getresponse()
         if answer.status != 200:
             raise BadAnswer(f"{url} answered {answer.status}: {answer.read(500)!r}")
@@ -134,8 +131,6 @@ def ask(
                 tokens += choice.get("token_ids") or [LETTERS[ord(letter) - ord("a")] for letter in letters]
             if (so_far := len(tokens) if in_letters else tokens_so_far(chunk)) > seen:
                 first_token_s, seen = first_token_s or arrived - began, so_far
-    finally:
-        client.close()
     if seen != max_tokens:
         raise BadAnswer(f"{url} answered with {seen} of {max_tokens} tokens")
     return Answer(first_token_s, tokens)
@@ -210,24 +205,32 @@ class Lines:
 @contextmanager
 def prepared(
     given: argparse.Namespace,
-    gpu: str,
     *,
     tiny: str = "heavy",
     shape: dense_model.Shape | None = None,
+    forks: bool = False,
 ) -> Iterator[tuple[Recipe, Path, Lines]]:
     """What a measurement begins with by its ``--cpu``, ``--model``, ``--logs`` and ``--json``: the model, the
-    folder of logs, and where findings are told. ``tiny`` is the model of a CPU, ``shape`` that of a GPU."""
+    folder of logs, and where findings are told. ``tiny`` is the model of a CPU, whose servers may be forked;
+    ``shape`` is that of a GPU."""
     with ExitStack() as stack:
+        if given.cpu and forks:
+            stack.enter_context(forked())
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
         if given.cpu:
             recipe = tiny_models.write_model(tiny, temporary)
         else:
             where = given.model or temporary / "model"
-            recipe = dense_model.write_model(where, shape or dense_model.Shape(), f"cuda:{gpu}")
+            recipe = dense_model.write_model(where, shape or dense_model.Shape(), device(given))
         logs = given.logs or temporary
         logs.mkdir(parents=True, exist_ok=True)
         yield recipe, logs, lines
+
+
+def device(given: argparse.Namespace) -> str:
+    """Where random weights are drawn."""
+    return "cpu" if given.cpu else f"cuda:{given.gpus.split(',')[0]}"
 
 
 def named_variant(named: str, extra: Mapping[str, Any]) -> Variant:

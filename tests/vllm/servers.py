@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvconnect.node.children import BadAnswer, Child, answers, fetch_json
+from kvconnect.node.children import Child, answers, fetch_json
 from kvconnect.node.pair_demo import PROTOCOLS
 from tests.model_servers import (
     ANSWER_TIMEOUT_S,
@@ -133,13 +133,8 @@ class Server(ModelServer):
     def abandon(self, prompt: list[int], after_s: float, **more: object) -> None:
         """Ask as a client that closes its connection ``after_s`` later, whatever came until then."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 64, "ignore_eos": True, **more}
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_TIMEOUT_S)
-        try:
-            client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        except OSError as error:
-            raise BadAnswer(f"{self.url} takes no request: {error}\n{self.logs()}") from error
-        time.sleep(after_s)
-        client.close()
+        with asking(self.url, body):
+            time.sleep(after_s)
 
     def wait_idle(self, within_s: float = 30.0) -> None:
         deadline = time.monotonic() + within_s
@@ -170,6 +165,19 @@ class Server(ModelServer):
         while len(self.observed(kind)) < count:
             assert time.monotonic() < deadline, f"{self.name}: not {count} of {kind}\n{self.logs()}"
             time.sleep(0.001)
+
+
+@contextmanager
+def asking(
+    url: str, body: Mapping[str, Any], timeout_s: float = ANSWER_TIMEOUT_S
+) -> Iterator[http.client.HTTPConnection]:
+    """A client that has asked for a completion, and leaves at the end."""
+    client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
+    try:
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        yield client
+    finally:
+        client.close()
 
 
 def chat_options(folder: Path) -> list[str]:

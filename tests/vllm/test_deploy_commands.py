@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.node.children import fetch, fetch_json
+from kvconnect.node.children import fetch_json, growth, read_metrics
 from tests.deploy.commands import KINDS, deployment
 from tests.deploy.running import localised, running
 from tests.vllm.servers import ASK_FOR_KV
@@ -57,9 +57,7 @@ def tokens(running_part, prompt, **more):
 
 
 def loaded_tokens(running_part) -> float:
-    lines = fetch(running_part.url + "/metrics").decode().splitlines()
-    name = "vllm:external_prefix_cache_hits_total"
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+    return growth({}, read_metrics(running_part.url), "vllm:external_prefix_cache_hits_total")
 
 
 # tests/deploy runs the same commands with nodes in place of vLLM's servers.

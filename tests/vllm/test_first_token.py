@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import time
 import urllib.request
@@ -15,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from kvconnect.node.children import fetch
+from kvconnect.node.children import fetch, read_metrics
 from tests.vllm.servers import random_prompt, router, stopped
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
@@ -92,12 +91,8 @@ def routing(request, routers):
 
 def counts(url):
     """How many first tokens the router has counted of each outcome."""
-    found = re.findall(
-        r'^kvconnect_router_first_tokens_total\{outcome="(\w+)"\} (\S+)$',
-        fetch(url + "/metrics", timeout_s=5).decode(),
-        re.MULTILINE,
-    )
-    return Counter({outcome: int(float(value)) for outcome, value in found})
+    name, seen = "kvconnect_router_first_tokens_total", read_metrics(url)
+    return Counter({dict(labels)["outcome"]: count for (of, labels), count in seen.items() if of == name})
 
 
 def body_of(path, more):

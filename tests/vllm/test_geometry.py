@@ -6,10 +6,6 @@ dimensions in memory, with kernel blocks where the block is split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -30,61 +26,7 @@ from kvconnect.vllm.geometry import (
     worker_cache,
 )
 from tests.slots import carry_over
-
-BLOCK = 8
-
-
-@dataclass
-class FullAttentionSpec:
-    block_size: int = BLOCK
-
-
-@dataclass
-class MLAAttentionSpec:
-    block_size: int = BLOCK
-
-
-@dataclass
-class SlidingWindowMLASpec:
-    block_size: int = BLOCK
-    sliding_window: int = 16
-    bounded_replay: bool = False
-
-
-@dataclass
-class ChunkedLocalAttentionSpec:
-    block_size: int = BLOCK
-    attention_chunk_size: int = 16
-
-
-@dataclass
-class MambaSpec:
-    block_size: int = 4096
-    shapes: tuple[tuple[int, ...], ...] = ((2, 3), (4,))
-    num_speculative_blocks: int = 0
-
-
-@dataclass
-class UniformTypeKVCacheSpecs:
-    kv_cache_specs: dict[str, Any]
-    block_size: int = BLOCK
-
-
-@dataclass
-class Config:
-    """What a connector reads of vLLM's cache configuration."""
-
-    num_blocks: int
-    groups: list[tuple[tuple[str, ...], Any]]
-    transfer_group_ids: tuple[int, ...] | None = None
-    kv_cache_groups: list[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.kv_cache_groups = [
-            SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for names, spec in self.groups
-        ]
-        if self.transfer_group_ids is None:
-            self.transfer_group_ids = tuple(range(len(self.groups)))
+from tests.vllm.specs import BLOCK, CHUNKED, FULL, LATENT, LATENT_WINDOW, STATE, cache_config, spec
 
 
 def attention(num_blocks: int, heads: int, content: int, split: int = 1, layout: str = "BHNC"):
@@ -94,13 +36,13 @@ def attention(num_blocks: int, heads: int, content: int, split: int = 1, layout:
     return made.permute([layout.index(axis) for axis in "BHNC"])
 
 
-def build(config: Config, tensors: dict[str, torch.Tensor], rank: int, world: int, counts: HeadCounts):
+def build(config, tensors: dict[str, torch.Tensor], rank: int, world: int, counts: HeadCounts):
     cache = worker_cache(config, tensors, tensor_rank=rank, num_ranks=world, head_counts=counts)
     table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads)
     return cache, table
 
 
-LATENT, TARGET_HEADS, DRAFT_HEADS = 14, 2, 4
+LATENT_WIDTH, TARGET_HEADS, DRAFT_HEADS = 14, 2, 4
 COUNTS = HeadCounts(main=TARGET_HEADS, draft=DRAFT_HEADS, num_layers=2)
 
 
@@ -108,12 +50,12 @@ def mixed(num_blocks: int, rank: int, world: int, split: int, layout: str):
     """A latent layer, a layer of 2 heads and a draft layer of 4, with pages of three sizes in one group."""
     heads = [len(shard_heads(count, rank, world)) for count in (TARGET_HEADS, DRAFT_HEADS)]
     tensors = {
-        "latent": attention(num_blocks, 1, LATENT, split, layout),
+        "latent": attention(num_blocks, 1, LATENT_WIDTH, split, layout),
         "model.layers.1.attn": attention(num_blocks, heads[0], 6, split, layout),
         "model.layers.2.attn": attention(num_blocks, heads[1], 10, split, layout),
     }
-    specs = dict(zip(tensors, (MLAAttentionSpec(), FullAttentionSpec(), FullAttentionSpec()), strict=True))
-    config = Config(num_blocks, [(tuple(tensors), UniformTypeKVCacheSpecs(specs))])
+    specs = dict(zip(tensors, (LATENT, FULL, FULL), strict=True))
+    config = cache_config(num_blocks, {tuple(tensors): spec("UniformTypeKVCacheSpecs", kv_cache_specs=specs)})
     return config, tensors, build(config, tensors, rank, world, COUNTS)
 
 
@@ -162,7 +104,7 @@ def test_every_rank_gets_its_heads_of_latent_target_and_draft_layers(worlds, lay
 def test_one_head_of_an_unknown_number_travels_whole_and_only_between_equal_ranks():
     """It may be one of as many as there are ranks, or one that several ranks keep."""
     tensors = {"layer": attention(5, 1, 4)}
-    config = Config(5, [(("layer",), FullAttentionSpec())])
+    config = cache_config(5, {"layer": FULL})
     cache, table = build(config, tensors, 1, 2, HeadCounts(8))
     assert cache.rank_bound == ("layer",)
     assert table.regions[0].heads is None
@@ -172,7 +114,7 @@ def test_one_head_of_an_unknown_number_travels_whole_and_only_between_equal_rank
 
 
 def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly():
-    config = Config(5, [(("layer",), FullAttentionSpec())])
+    config = cache_config(5, {"layer": FULL})
     cache, table = build(config, {"layer": attention(5, 3, 4)}, 1, 2, HeadCounts(2))
     assert (cache.rank_bound, cache.heads) == ((), {"layer": HeadInterval(3, 6)})
     assert cache.finest(HeadCounts(2)) == 6
@@ -184,10 +126,9 @@ def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly
 
 def slots(num_blocks: int, heads: int, rank: int = 0, world: int = 1, split: int = 1, layout: str = "BHNC"):
     """A layer of four KV heads whose backend has K and V of a head, or their scales, in slots of its own."""
-    spec = FullAttentionSpec()
-    spec.num_head_slots = 2 * heads  # type: ignore[attr-defined]
+    of_slots = spec("FullAttentionSpec", num_head_slots=2 * heads)
     tensors = {"layer": attention(num_blocks, 2 * heads, 5, split, layout)}
-    made = build(Config(num_blocks, [(("layer",), spec)]), tensors, rank, world, HeadCounts(4))
+    made = build(cache_config(num_blocks, {"layer": of_slots}), tensors, rank, world, HeadCounts(4))
     return tensors["layer"], *made
 
 
@@ -229,7 +170,7 @@ def test_pages_of_slots_are_refused_between_sides_that_divide_them_otherwise(rol
 def test_state_is_a_page_with_padding_that_is_not_moved():
     storage = torch.zeros(6, 64, dtype=torch.int8)
     tensors = {"state": storage[:, :40].view(6, 1, 1, 40)}
-    config = Config(6, [(("state",), MambaSpec())])
+    config = cache_config(6, {"state": STATE})
     cache, table = build(config, tensors, 0, 2, HeadCounts(None))
     assert cache.rank_bound == ("state",)
     (region,) = table.regions
@@ -239,7 +180,9 @@ def test_state_is_a_page_with_padding_that_is_not_moved():
 
 @given(scratch=st.integers(0, 3), before=st.integers(0, 4), state=st.integers(1, 99))
 def test_of_a_state_group_only_the_running_state_counts(scratch, before, state):
-    config = Config(9, [(("a",), FullAttentionSpec()), (("s",), MambaSpec(num_speculative_blocks=scratch))])
+    config = cache_config(
+        9, {"a": FULL, "s": spec("MambaSpec", shapes=((4,),), num_speculative_blocks=scratch)}
+    )
     ids = [0] * before + [state] + list(range(100, 100 + scratch))
     assert running_states(config, ([1, 2], ids)) == ([1, 2], [state])
     assert running_states(config, ([], [])) == ([], [])
@@ -247,23 +190,21 @@ def test_of_a_state_group_only_the_running_state_counts(scratch, before, state):
 
 def test_a_window_of_latent_rows_keeps_its_window():
     tensors = {"layer": attention(5, 1, 4)}
-    _, table = build(Config(5, [(("layer",), SlidingWindowMLASpec())]), tensors, 0, 1, HeadCounts(None))
+    _, table = build(cache_config(5, {"layer": LATENT_WINDOW}), tensors, 0, 1, HeadCounts(None))
     assert table.groups[0].rule == Window(16)
 
 
 def test_what_prefill_leaves_to_decode():
-    plain = Config(5, [(("a",), FullAttentionSpec())])
-    replayed = SlidingWindowMLASpec(bounded_replay=True)
+    plain = cache_config(5, {"a": FULL})
     assert [held_back(plain, ahead) for ahead in (0, 1, 3)] == [0, 0, 2]
-    for forgetful in (SlidingWindowMLASpec(), ChunkedLocalAttentionSpec(), MambaSpec(), replayed):
-        config = Config(5, [(("a",), FullAttentionSpec()), (("b",), forgetful)])
+    replayed = spec("SlidingWindowMLASpec", sliding_window=16, bounded_replay=True)
+    for forgetful in (LATENT_WINDOW, CHUNKED, STATE, replayed):
+        config = cache_config(5, {"a": FULL, "b": forgetful})
         assert [held_back(config, ahead) for ahead in (0, 1, 3)] == [1, 1, 2]
 
 
 def test_groups_that_are_not_transferred_are_left_alone():
-    config = Config(
-        5, [(("a",), FullAttentionSpec()), (("b",), FullAttentionSpec())], transfer_group_ids=(1,)
-    )
+    config = cache_config(5, {"a": FULL, "b": FULL}, transfer_group_ids=(1,))
     assert transferred_groups(config) == (1,)
     assert [group.has_cache for group in scheduler_config(config).groups] == [False, True]
     cache = worker_cache(
@@ -281,7 +222,7 @@ def test_groups_that_are_not_transferred_are_left_alone():
     [((5, 1, 8), "four dimensions"), ((7, 1, 8, 4), "7 kernel blocks for 5 blocks")],
 )
 def test_a_tensor_of_another_form_is_refused_by_name(shape, problem):
-    config = Config(5, [(("layer",), FullAttentionSpec())])
+    config = cache_config(5, {"layer": FULL})
     with pytest.raises(LayoutError, match=problem) as caught:
         worker_cache(
             config, {"layer": torch.zeros(shape)}, tensor_rank=0, num_ranks=1, head_counts=HeadCounts(1)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import BadAnswer, fetch_json
-from tests.vllm.servers import random_prompt, stopped
+from tests.vllm.servers import asking, random_prompt, stopped
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
@@ -24,17 +20,6 @@ SOON_S = 10.0
 def body_of(length, **more):
     body = {"model": "tiny", "prompt": random_prompt(length, time.time_ns()), "max_tokens": 16}
     return body | {"temperature": 0, "ignore_eos": True, **more}
-
-
-@contextmanager
-def asking(url, body):
-    """A client that has asked, and leaves at the end."""
-    client = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=120)
-    client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def assert_nothing_is_held(*servers):

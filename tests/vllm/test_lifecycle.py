@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.node.children import BadAnswer
 from tests.vllm.comparing import assert_bytes_landed
-from tests.vllm.servers import ASK_FOR_KV, members, random_prompt
+from tests.vllm.servers import random_prompt, stopped
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 PROMPTLY_S = 10
@@ -59,42 +57,17 @@ def test_a_request_that_reads_no_prefix_computes_itself_and_frees_the_prefill_se
     prefill.wait_idle(PROMPTLY_S)
 
 
-def test_several_answers_to_one_prompt(exact_pair):
-    prefill, decode = exact_pair
-    prompt = random_prompt(300, 6)
-    params = prefill.prefilled(prompt)
-    answer = decode.ask(prompt, n=3, temperature=1, top_k=1, kv_transfer_params=params)
-    expected = prefill.local_tokens(prompt)
-    assert [choice["token_ids"] for choice in answer["choices"]] == [expected] * 3
-    prefill.wait_idle(PROMPTLY_S)
-    decode.wait_idle(PROMPTLY_S)
-
-
 def test_a_client_that_leaves_while_its_kv_is_loaded(exact_pair):
     prefill, decode = exact_pair
     prompt = random_prompt(1000, 7)
     params = prefill.prefilled(prompt)
-    for pid in members(prefill):
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(prefill):
         decode.abandon(prompt, 1.0, kv_transfer_params=params)
         # It can write to slots only: nobody's blocks have to wait for it.
         decode.wait_idle(PROMPTLY_S)
-    finally:
-        for pid in members(prefill):
-            os.kill(pid, signal.SIGCONT)
     decode.wait_idle(PROMPTLY_S)
     prefill.wait_idle(PROMPTLY_S)
     assert decode.tokens(prompt) == prefill.local_tokens(prompt)
-
-
-def test_a_client_that_leaves_while_its_prompt_is_prefilled(exact_pair):
-    prefill, _ = exact_pair
-    # Each another prompt, none of which is computed by then: what is computed is held as long as its lease.
-    for number, after_s in enumerate((0.02, 0.05, 0.1)):
-        prompt = random_prompt(3500, 80 + number)
-        prefill.abandon(prompt, after_s, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
-    prefill.wait_idle(PROMPTLY_S)
 
 
 def test_many_at_a_time_are_answered_and_every_byte_landed(exact_pair):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.config import ExtraConfig
-from kvconnect.node.children import BadAnswer, fetch, fetch_json
+from kvconnect.node.children import BadAnswer, fetch, fetch_json, growth, read_metrics
 from kvconnect.tools.transfer_check import run_check
 from tests.vllm.servers import random_prompt
 
@@ -83,9 +82,7 @@ def events(url, path, body):
 
 
 def fallbacks(url, reason):
-    text = fetch(url + "/metrics").decode()
-    found = re.search(rf'kvconnect_router_fallbacks_total{{reason="{reason}"}} (\S+)', text)
-    return float(found[1]) if found else 0.0
+    return growth({}, read_metrics(url), "kvconnect_router_fallbacks_total", reason=reason)
 
 
 def text_of(events):

@@ -25,20 +25,12 @@ from kvconnect.plan.wire import align_wire
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
 from kvconnect.vllm.stated_identity import _states
 from tests.slots import carry_over
-from tests.vllm.test_geometry import BLOCK, Config, FullAttentionSpec, attention
+from tests.vllm.specs import BLOCK, FULL, cache_config, spec
+from tests.vllm.test_geometry import attention
 
 WORLDS = (1, 2, 4)
 STATE, ATTENTION = "model.layers.0.mixer", "model.layers.1.attn"
 Kind = enum.Enum("Kind", ["MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV", "LINEAR"])
-
-
-@dataclass
-class MambaSpec:
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    mamba_type: Kind
-    block_size: int = 4096
-    tp_replicated: bool = False
 
 
 @dataclass
@@ -115,9 +107,10 @@ class Rank:
         self.attention = attention(num_blocks, len(heads), 2)
         self.rows = torch.arange(heads.start, heads.stop, dtype=torch.int16)[:, None, None] + 70
         dtypes = tuple({np.dtype("int16"): torch.int16}.get(s.dtype, torch.float32) for s in self.states)
-        self.spec = MambaSpec(tuple(state.shape for state in self.states), dtypes, model.kind)
+        shapes = tuple(state.shape for state in self.states)
+        self.spec = spec("MambaSpec", 4096, shapes=shapes, dtypes=dtypes, mamba_type=model.kind)
         tensors = {STATE: self.storage[:, :content].view(num_blocks, 1, 1, -1), ATTENTION: self.attention}
-        self.config = Config(num_blocks, [((STATE,), self.spec), ((ATTENTION,), FullAttentionSpec())])
+        self.config = cache_config(num_blocks, {STATE: self.spec, ATTENTION: FULL})
         layers = {STATE: SimpleNamespace(norm=SimpleNamespace(n_groups=model.groups))}
         self.counts = HeadCounts(model.kv_heads)
         self.cache = worker_cache(

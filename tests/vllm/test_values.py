@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,7 @@ from kvconnect.plan.wire import Conversion, align_wire
 from kvconnect.vllm import values
 from kvconnect.vllm.geometry import HeadCounts, worker_cache
 from kvconnect.vllm.stated_identity import _cache_dtype, dtypes
-from tests.vllm.test_geometry import (
-    BLOCK,
-    Config,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-)
+from tests.vllm.specs import BLOCK, FULL, LATENT, LATENT_WINDOW, WINDOW, cache_config
 
 HEADS, HEAD = 2, 8
 NAME = "layers.0.attn"
@@ -41,12 +33,6 @@ class Layer:
 
     def get_attn_backend(self) -> Any:
         return SimpleNamespace(get_name=lambda: self._backend)
-
-
-@dataclass
-class SlidingWindowSpec:
-    block_size: int = BLOCK
-    sliding_window: int = 16
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +54,7 @@ def cards(
     """A worker's cache of one layer, and its card."""
     tensors = {NAME: torch.zeros(5, heads, BLOCK, width, dtype=dtype)}
     cache = worker_cache(
-        Config(5, [((NAME,), spec or FullAttentionSpec())]),
+        cache_config(5, {NAME: spec or FULL}),
         tensors,
         tensor_rank=0,
         num_ranks=world,
@@ -83,7 +69,7 @@ def cards(
 
 
 @pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])
-@pytest.mark.parametrize("spec", [FullAttentionSpec(), SlidingWindowSpec()])
+@pytest.mark.parametrize("spec", [FULL, WINDOW])
 def test_bytes_become_values_with_their_scales_and_the_end_of_k(backend, spec):
     _, wide = cards(torch.bfloat16, Layer(backend, kv_cache_dtype="auto"), spec=spec)
     _, narrow = cards(torch.uint8, Layer(backend), spec=spec)
@@ -99,7 +85,7 @@ def test_k_and_v_may_be_of_unlike_widths():
     assert (card.regions[0].key_bytes, card.regions[0].dtype) == (HEAD, "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("spec", [MLAAttentionSpec(), SlidingWindowMLASpec()])
+@pytest.mark.parametrize("spec", [LATENT, LATENT_WINDOW])
 def test_a_latent_row_has_the_scale_of_k(spec):
     layer = Layer("FLASHMLA", head_size=12)
     _, narrow = cards(torch.uint8, layer, spec=spec, heads=1, width=12, count=None)
@@ -190,10 +176,9 @@ def test_scales_that_no_row_can_have_do_not_keep_a_worker_from_starting(convert)
 # The fingerprint
 
 
-def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, spec=None):
+def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, has_states=False):
     layer = SimpleNamespace(kv_cache_dtype=cache_dtype)
     kept = {"": _cache_dtype(layer, SimpleNamespace(dtype=dtype))}
-    has_states = isinstance(spec, MambaSpec)
     return dtypes(str(dtype).removeprefix("torch."), kept, has_states=has_states, convert_dtype=convert)
 
 
@@ -225,6 +210,6 @@ def test_types_that_are_not_converted_are_told_apart():
 
 
 def test_states_keep_the_type_of_the_model():
-    ours, theirs = (words("auto", dtype, spec=MambaSpec()) for dtype in (torch.bfloat16, torch.float16))
+    ours, theirs = (words("auto", dtype, has_states=True) for dtype in (torch.bfloat16, torch.float16))
     assert ours != theirs
-    assert words("fp8", spec=MambaSpec()) == ours
+    assert words("fp8", has_states=True) == ours

@@ -18,47 +18,35 @@ from kvconnect.vllm.offload import (
     kept_config,
     kept_groups,
 )
+from tests.vllm.specs import cache_config, spec
 
 NO_DRAFTS = SimpleNamespace(speculative_config=None)
 
 
-class AttentionSpec(SimpleNamespace):
-    pass
-
-
-class SlidingWindowSpecOfVllm(SimpleNamespace):
-    """Known by its name."""
-
-
 def attention(block_size, **more):
-    return AttentionSpec(block_size=block_size, prefix_cacheable=True, **more)
+    return spec("FullAttentionSpec", block_size, prefix_cacheable=True, **more)
 
 
 def window(block_size, tokens, retained=0):
-    return SlidingWindowSpecOfVllm(
-        block_size=block_size, sliding_window=tokens, extra_retained_tokens=retained, prefix_cacheable=True
-    )
+    fields = {"sliding_window": tokens, "extra_retained_tokens": retained, "prefix_cacheable": True}
+    return spec("SlidingWindowSpec", block_size, **fields)
 
 
 def mamba(block_size, mode="align"):
-    spec = attention(block_size, shapes=((1,),), dtypes=("int8",))
-    spec.mamba_cache_mode = mode
-    return spec
+    return attention(block_size, shapes=((1,),), dtypes=("int8",), mamba_cache_mode=mode)
 
 
 def ring(block_size):
-    return AttentionSpec(block_size=block_size, prefix_cacheable=False)
+    return spec("FullAttentionSpec", block_size, prefix_cacheable=False)
 
 
 def cache_of(*specs, eagle=(), **more):
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l{index}"], is_eagle_group=index in eagle)
-        for index, spec in enumerate(specs)
-    ]
-    moved = tuple(range(len(specs)))
-    kept = tuple(index for index in moved if specs[index].prefix_cacheable)
-    ids = {"transfer_group_ids": moved, "prefix_cacheable_group_ids": kept}
-    return SimpleNamespace(kv_cache_groups=groups, num_blocks=10, **ids, **more)
+    kept = tuple(index for index, one in enumerate(specs) if one.prefix_cacheable)
+    groups = {f"l{index}": one for index, one in enumerate(specs)}
+    cache = cache_config(10, groups, prefix_cacheable_group_ids=kept, **more)
+    for index, group in enumerate(cache.kv_cache_groups):
+        group.is_eagle_group = index in eagle
+    return cache
 
 
 def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():

@@ -121,26 +121,6 @@ def refuse(monkeypatch, model=SLEEPS, *, tells=True, caches_prefixes=True, **ext
     settings.refuse_unsupported(vllm_config, None, parse_kv_transfer_config(given))
 
 
-@pytest.mark.parametrize("extra", [{}, OFFLOAD])
-def test_a_server_may_sleep(monkeypatch, extra):
-    refuse(monkeypatch, **extra)
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"tells": False}, r"tells no connector when it sleeps; accepted: vLLM 0\.33 or newer"),
-        (
-            {"model": SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="criu")},
-            "sleep_mode_backend 'criu' does not leave slots.*accepted: cumem",
-        ),
-    ],
-)
-def test_a_vllm_that_tells_nothing_or_takes_slots_is_refused_by_name(monkeypatch, changes, why):
-    with pytest.raises(ConfigError, match=f"enable_sleep_mode is on, but .*{why}.*turn it off"):
-        refuse(monkeypatch, **changes)
-
-
 def media(cache_gb=0.0, **more):
     return SimpleNamespace(
         enable_sleep_mode=False, multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb, **more)
@@ -148,28 +128,44 @@ def media(cache_gb=0.0, **more):
 
 
 @pytest.mark.parametrize(
-    ("model", "caches_prefixes", "extra"),
+    "given",
     [
-        (media(4.0), False, {}),
-        (media(), True, {}),
-        (media(language_model_only=True), False, {}),
-        (media(), False, OFFLOAD),
-        (SimpleNamespace(enable_sleep_mode=False, multimodal_config=None), False, {}),
+        {},
+        OFFLOAD,
+        {"model": SimpleNamespace(enable_sleep_mode=False), "tells": False},
+        # Images that are named by their contents, or never leave.
+        {"model": media(4.0), "caches_prefixes": False},
+        {"model": media()},
+        {"model": media(language_model_only=True), "caches_prefixes": False},
+        {"model": media(), "caches_prefixes": False, **OFFLOAD},
+        {"model": SimpleNamespace(enable_sleep_mode=False, multimodal_config=None), "caches_prefixes": False},
     ],
 )
-def test_images_that_are_named_by_their_contents_or_never_leave_are_accepted(
-    monkeypatch, model, caches_prefixes, extra
-):
-    refuse(monkeypatch, model, caches_prefixes=caches_prefixes, **extra)
+def test_servers_that_may_sleep_and_images_that_have_one_name_are_accepted(monkeypatch, given):
+    refuse(monkeypatch, **given)
 
 
-def test_images_that_are_named_by_the_request_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="mm_processor_cache_gb is 0 and enable_prefix_caching is off"):
-        refuse(monkeypatch, media(), caches_prefixes=False)
+SLEEPS_OTHERWISE = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="criu")
+ON, OFF = "enable_sleep_mode is on, but .*", ".*turn it off"
 
 
-def test_without_sleep_mode_nothing_is_refused(monkeypatch):
-    refuse(monkeypatch, SimpleNamespace(enable_sleep_mode=False), tells=False)
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tells": False}, rf"{ON}tells no connector when it sleeps; accepted: vLLM 0\.33 or newer{OFF}"),
+        (
+            {"model": SLEEPS_OTHERWISE},
+            f"{ON}sleep_mode_backend 'criu' does not leave slots.*accepted: cumem{OFF}",
+        ),
+        (
+            {"model": media(), "caches_prefixes": False},
+            "mm_processor_cache_gb is 0 and enable_prefix_caching is off",
+        ),
+    ],
+)
+def test_others_are_refused_by_name(monkeypatch, given, why):
+    with pytest.raises(ConfigError, match=why):
+        refuse(monkeypatch, **given)
 
 
 @pytest.mark.parametrize("sleeps", [True, False])

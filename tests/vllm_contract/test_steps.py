@@ -13,17 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnect.offload.disk.row_files import RowFiles
-from kvconnect.plan.blocks import GroupBlocks
-from kvconnect.transfer.orders import OffloadReport, Progress, TierChange
+from kvconnect.transfer.orders import OffloadReport, TierChange
 from kvconnect.transfer.stack import StateBlock
 from kvconnect.vllm.steps import WAIT_S, Recovery, Steps
 from tests.call_count import calls_of
-from tests.halves import test_scheduler_half as halves
-from tests.halves.test_transfer_ids import ON_P
 from tests.offload.disk_kit import open_driver, open_tier
 from tests.offload.tier_suite import some_rows
 from tests.offload.worker_kit import Rig
-from tests.prefill.test_streams import arrived, finish, prefill_of
 
 
 def output(new=(), running=(), resumed=(), preempted=(), counts=None, **more):
@@ -84,23 +80,28 @@ def test_a_state_whose_block_went_to_another_request_in_the_same_step_is_not_tol
     assert [(one.request_id, one.block_id) for one in told] == [("kept", 30)]
 
 
+BLOCKS = ([7], [])
+
+
 def _decoding(count, with_blocks=()):
     names = [f"r{number}" for number in range(count)]
     return output(
-        running=[(name, 1000, ([7], []) if name in with_blocks else None) for name in names],
+        running=[(name, 1000, BLOCKS if name in with_blocks else None) for name in names],
         counts=dict.fromkeys(names, 1),
         new_block_ids_to_zero=[3, 4],
         kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=9)],
     )
 
 
-class Silent:
-    def __init__(self):
+class Told:
+    """A half that notes what it is told. ``due`` are all requests, from so many tokens on."""
+
+    def __init__(self, due=5000):
         self.calls = []
-        self.due = {f"r{number}": 5000 for number in range(256)}
+        self.due = {f"r{number}": due for number in range(256)}
 
     def launched(self, step):
-        self.calls += [(request_id, num_tokens) for request_id, num_tokens, _ in step.computed]
+        self.calls += step.computed
 
     def preempted(self, request_id):
         self.calls.append(("preempted", request_id))
@@ -117,16 +118,16 @@ def _running(count, *, is_zeroed_first=False):
 
 
 def test_of_requests_that_got_no_block_nothing_is_told():
-    filled, half = _running(256), Silent()
+    filled, half = _running(256), Told()
     for _ in range(3):
         filled.tell(half, _decoding(256, with_blocks={"r17"}))
-    assert half.calls == [("r17", 1001)] * 2
+    assert half.calls == [("r17", 1001, BLOCKS)] * 2
 
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_of_tokens_of_a_draft_only_those_are_told_that_were_accepted(is_last):
     """Two of them, of the step that is told or of the last one, which no further step follows."""
-    filled, half = _running(2), Silent()
+    filled, half = _running(2), Told()
     step = _decoding(2, with_blocks={"r0"})
     step.num_scheduled_tokens = {"r0": 5, "r1": 5}
     filled.tell(half, step)
@@ -135,157 +136,115 @@ def test_of_tokens_of_a_draft_only_those_are_told_that_were_accepted(is_last):
     if is_last:
         filled.end(half, "r0")
         filled.end(half, "r1")
-        assert half.calls == [("r0", 1003)] * 2, "of the other no block is known"
+        assert half.calls == [("r0", 1003, BLOCKS), ("r0", 1003, None)], "of the other no block is known"
         assert not filled._requests
     else:
         filled.tell(half, _decoding(2))
-        assert half.calls == [("r0", 1003)]
+        assert half.calls == [("r0", 1003, BLOCKS)]
 
 
 def test_a_request_that_is_due_is_told_without_new_blocks():
-    filled, half = _running(3), Silent()
+    filled, half = _running(3), Told()
     half.due |= {"r1": 1001, "r2": 1002}
     for _ in range(2):
         filled.tell(half, _decoding(3))
-    assert half.calls == [("r1", 1001)]
+    assert half.calls == [("r1", 1001, None)]
 
 
 def test_a_request_that_is_admitted_anew_is_told_nothing_of_the_blocks_that_it_lost():
     """It was preempted and admitted within one step: its table is a new one."""
-    filled, half = _running(2), Silent()
+    filled, half = _running(2), Told()
     filled.tell(half, _decoding(2, with_blocks={"r0", "r1"}))
     filled.admitted("r0")
     step = _decoding(1)
     step.preempted_req_ids = {"r0"}
     filled.tell(half, step)
-    assert half.calls == [("r1", 1001), ("preempted", "r0")]
+    assert half.calls == [("r1", 1001, BLOCKS), ("preempted", "r0")]
 
 
 def test_a_preempted_request_that_ends_is_told_no_more():
-    filled, half = _running(1), Silent()
+    filled, half = _running(1), Told()
     filled.tell(half, _decoding(1, with_blocks={"r0"}))
     filled.tell(half, output(preempted=["r0"]))
     filled._requests["r0"].num_computed_tokens = 0
     filled.end(half, "r0")
-    assert half.calls == [("r0", 1001), ("preempted", "r0")]
+    assert half.calls == [("r0", 1001, BLOCKS), ("preempted", "r0")]
 
 
 def test_a_step_costs_one_call_for_each_request_that_got_no_block():
     costs = {}
     for count in (16, 256):
-        filled, half = _running(count), Silent()
+        filled, half = _running(count), Told()
         steps = [_decoding(count, with_blocks={f"r{at}", f"r{at + 1}"}) for at in range(9)]
         costs[count] = max(calls_of(filled.tell, half, step) for step in steps)
     assert costs[256] - costs[16] <= 256 - 16
 
 
 def test_what_a_worker_overwrites_before_its_orders_is_told():
-    filled, half = _running(2, is_zeroed_first=True), Silent()
+    filled, half = _running(2, is_zeroed_first=True), Told()
     filled.tell(half, _decoding(2))
     assert half.calls == [("overwritten", {3, 4, 9})]
 
 
 @pytest.mark.parametrize("copies", [None, []])
 def test_a_step_that_overwrites_nothing_is_not_told(copies):
-    filled, half = _running(1, is_zeroed_first=True), Silent()
+    filled, half = _running(1, is_zeroed_first=True), Told()
     step = _decoding(1)
     step.new_block_ids_to_zero, step.kv_cache_block_copies = None, copies
     filled.tell(half, step)
     assert not half.calls
 
 
-# Requests that are sent while they run
-
-HANDLE = "transfer:t-1"
-
-
-@pytest.fixture
-def prefill():
-    made = prefill_of()
-    arrived(made)
-    made.build_orders()
-    return made
+def tell(steps, half, scheduled):
+    """What a half is told when a step is scheduled."""
+    half.calls.clear()
+    steps.tell(half, scheduled)
+    return [*half.calls]
 
 
-class Told:
-    """The orders of each step in turn."""
-
-    def __init__(self, half, *names):
-        self.half, self.steps = half, Steps(is_zeroed_first=False)
-        for name in names or ("p", "x", "y"):
-            self.steps.begin(
-                SimpleNamespace(
-                    request_id=name, num_prompt_tokens=100, num_tokens=100, num_computed_tokens=16
-                )
-            )
-
-    def __call__(self, scheduled, admitted=()):
-        for name in admitted:
-            self.steps.admitted(name)
-            self.half.update_after_alloc(halves.Request(name, 40, ON_P), ([1],), 0)
-        self.steps.tell(self.half, scheduled)
-        orders = self.half.build_orders()
-        return [*orders.preempted, *orders.progress]
+def test_a_step_is_told_with_the_next_one():
+    steps, half = _running(1), Told(due=0)
+    assert tell(steps, half, output(new=[("r0", 16, ([7, 8],))], counts={"r0": 10})) == []
+    told = tell(steps, half, output(running=[("r0", 26, None)], counts={"r0": 4}))
+    assert told == [("r0", 26, ([7, 8],))]
+    told = tell(steps, half, output(running=[("r0", 30, ([9],))], counts={"r0": 10}))
+    assert told == [("r0", 30, None)]
+    assert tell(steps, half, output()) == [("r0", 40, ([9],))], "also if it is not scheduled any more"
+    assert tell(steps, half, output()) == []
 
 
-def progress(computed, *blocks):
-    return Progress(HANDLE, 40, computed, tuple(GroupBlocks(0, first, ids) for first, ids in blocks))
-
-
-def test_a_step_is_told_with_the_next_one(prefill):
-    told = Told(prefill)
-    assert told(output(new=[("p", 16, ([7, 8],))], counts={"p": 10})) == []
-    assert told(output(running=[("p", 26, None)], counts={"p": 4})) == [progress(26, (0, (7, 8)))]
-    assert told(output(running=[("p", 30, ([9],))], counts={"p": 10})) == [progress(30)]
-    assert told(output()) == [progress(40, (2, (9,)))], "also if it is not scheduled any more"
-    assert told(output(running=[("p", 40, ([10],))], counts={"p": 1})) == []
-    assert told(output()) == []
-
-
-def test_a_preempted_request_that_is_pulled_is_pulled_anew():
-    """Nothing of it is sent or kept, so that no step of it is due."""
-    half = halves.connector("kv_consumer", sources=["10.0.0.9:5600"])
-    told, lost = Told(half, "p"), []
-    half.preempted = lost.append
-    assert not half.due
-    told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
-    told(output(preempted=["p"]))
-    assert lost == ["p"]
+def test_a_request_of_which_no_step_is_due_is_preempted_too():
+    """As one that is pulled, of which nothing is sent or kept."""
+    steps, half = _running(1), Told()
+    half.due = {}
+    assert tell(steps, half, output(new=[("r0", 0, ([7],))], counts={"r0": 16})) == []
+    assert tell(steps, half, output(preempted=["r0"])) == [("preempted", "r0")]
 
 
 @pytest.mark.parametrize("resumed_as", ["new", "resumed"])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_preempted_request_begins_anew(prefill, resumed_as, at_once):
+def test_a_preempted_request_begins_anew(resumed_as, at_once):
     """The second model runner is told of resumed requests as of new ones."""
-    told = Told(prefill)
-    told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
-    assert told(output(running=[("p", 16, ([8],))], counts={"p": 16})) == [progress(16, (0, (7,)))]
-    again = {resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}
+    steps, half = _running(1), Told(due=0)
+    tell(steps, half, output(new=[("r0", 0, ([7],))], counts={"r0": 16}))
+    again = {resumed_as: [("r0", 0, ([4, 5],))], "counts": {"r0": 20}}
+    lost = [("r0", 16, ([7],)), ("preempted", "r0")]
     if at_once:
-        assert told(output(preempted=["p"], **again)) == [HANDLE]
+        assert tell(steps, half, output(preempted=["r0"], **again)) == lost
     else:
-        assert told(output(preempted=["p"])) == [HANDLE]
-        assert told(output()) == []
-        assert told(output(**again)) == []
-    assert told(output(running=[("p", 20, None)], counts={"p": 1})) == [progress(20, (0, (4, 5)))]
+        assert tell(steps, half, output(preempted=["r0"])) == lost
+        assert tell(steps, half, output()) == tell(steps, half, output(**again)) == []
+    assert tell(steps, half, output()) == [("r0", 20, ([4, 5],))]
 
 
-@pytest.mark.parametrize("resumed_as", ["new", "resumed"])
-def test_a_request_that_is_admitted_again_was_preempted_even_if_no_output_has_it(prefill, resumed_as):
-    told = Told(prefill)
-    told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
-    told(output())
-    assert told(output(**{resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}), ["p"]) == [HANDLE]
-    assert told(output()) == [progress(20, (0, (4, 5)))]
-
-
-def test_a_request_that_ended_is_not_mixed_up_with_another_of_its_name(prefill):
-    told = Told(prefill)
-    told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
-    told.steps.end(prefill, "p")
-    finish(prefill, arrived(prefill), ([7],), delivered=False)
-    arrived(prefill)
-    assert told(output()) == []
+def test_a_request_that_ended_is_not_mixed_up_with_another_of_its_name():
+    steps, half = _running(1), Told(due=0)
+    tell(steps, half, output(new=[("r0", 0, ([7],))], counts={"r0": 16}))
+    (request,) = steps._requests.values()
+    request.num_computed_tokens = 16
+    steps.end(half, "r0")
+    steps.begin(request)
+    assert tell(steps, half, output()) == []
 
 
 def test_the_vllm_that_is_installed_has_what_is_read():
@@ -302,10 +261,7 @@ def test_the_vllm_that_is_installed_has_what_is_read():
     }
     for cls, read in fields.items():
         assert read <= {field.name for field in dataclasses.fields(cls)}
-    half = prefill_of()
-    arrived(half)
-    half.build_orders()
-    assert Told(half)(sched.SchedulerOutput.make_empty()) == []
+    assert tell(_running(1), Told(), sched.SchedulerOutput.make_empty()) == []
 
 
 # The reports that workers begin with

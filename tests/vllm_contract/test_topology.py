@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.vllm import geometry as topologies
 from kvconnect.vllm import settings, weights
 from kvconnect.vllm.geometry import scheduler_config
+from tests.vllm.specs import FULL, STATE, WINDOW, cache_config, spec
 
 
 def layers(*numbers: int) -> list[str]:
@@ -44,45 +46,27 @@ def test_layers_that_do_not_follow_each_other_are_refused_by_name(monkeypatch):
         found(monkeypatch, 1, layers(0, 2), layers(1, 3))
 
 
-class MLAAttentionSpec(SimpleNamespace):
-    pass
-
-
-def turns(spec, offload=None, **parallel):
+def turns(kept, offload=None, **parallel):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(),
         speculative_config=None,
-        model_config=SimpleNamespace(
-            use_mla=isinstance(spec, MLAAttentionSpec), get_total_num_kv_heads=lambda: 8
-        ),
+        model_config=SimpleNamespace(use_mla="MLA" in type(kept).__name__, get_total_num_kv_heads=lambda: 8),
     )
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers(0))
-    groups = SimpleNamespace(kv_cache_groups=[group], transfer_group_ids=(0,), num_blocks=9)
+    groups = cache_config(9, {"model.layers.0.self_attn.attn": kept})
     settings.refuse_unsupported(
         config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload, engine="none"))
     )
     return scheduler_config(groups, topologies.context_ranks(config)).groups[0].block_size
 
 
-class FullAttentionSpec(SimpleNamespace):
-    pass
-
-
-class SlidingWindowSpec(SimpleNamespace):
-    pass
-
-
-class MambaSpec(SimpleNamespace):
-    pass
+latent = functools.partial(spec, "MLAAttentionSpec", 64)
 
 
 def test_a_block_of_ranks_that_take_turns_is_of_the_tokens_of_all():
-    assert turns(MLAAttentionSpec(block_size=64), decode_context_parallel_size=4) == 256
-    assert turns(MLAAttentionSpec(block_size=64)) == 64
-    spread = turns(
-        MLAAttentionSpec(block_size=64), decode_context_parallel_size=4, prefill_context_parallel_size=2
-    )
+    assert turns(latent(), decode_context_parallel_size=4) == 256
+    assert turns(latent()) == 64
+    spread = turns(latent(), decode_context_parallel_size=4, prefill_context_parallel_size=2)
     assert spread == 256, "of the ranks that take turns, however many have all"
 
 
@@ -116,16 +100,16 @@ def test_prefill_context_ranks_are_numbered_as_they_take_turns(stages, tensor, p
 
 
 @pytest.mark.parametrize(
-    ("spec", "more", "reason"),
+    ("kept", "more", "reason"),
     [
-        (SlidingWindowSpec(block_size=16, sliding_window=64), {}, "SlidingWindowSpec.*sees all tokens"),
-        (MambaSpec(block_size=16, shapes=((4,),)), {}, "cache group 0 has layers .*MambaSpec"),
-        (MLAAttentionSpec(block_size=64, dcp_sharded=False), {}, "no draft model"),
-        (MLAAttentionSpec(block_size=64, tokens_per_state=4), {}, "a row for each"),
-        (MLAAttentionSpec(block_size=64), {"offload": object()}, "is 2, with which .* no offload"),
-        (FullAttentionSpec(block_size=64), {"prefill_context_parallel_size": 2}, "is 2 for .* KV heads"),
+        (WINDOW, {}, "SlidingWindowSpec.*sees all tokens"),
+        (STATE, {}, "cache group 0 has layers .*MambaSpec"),
+        (latent(dcp_sharded=False), {}, "no draft model"),
+        (latent(tokens_per_state=4), {}, "a row for each"),
+        (latent(), {"offload": object()}, "is 2, with which .* no offload"),
+        (FULL, {"prefill_context_parallel_size": 2}, "is 2 for .* KV heads"),
     ],
 )
-def test_what_ranks_do_not_keep_in_turns_is_refused(spec, more, reason):
+def test_what_ranks_do_not_keep_in_turns_is_refused(kept, more, reason):
     with pytest.raises(ConfigError, match=reason):
-        turns(spec, decode_context_parallel_size=2, **more)
+        turns(kept, decode_context_parallel_size=2, **more)

@@ -278,6 +278,10 @@ def test_every_row_of_a_table_counts_however_it_is_divided():
     swapped = rows.clone()
     swapped[[4, 9]] = swapped[[9, 4]]
     assert name(table(swapped)) != whole
+    model = table(rows)
+    weights = LoadedWeights("1", [model], alone)
+    model[0].weight.data[137, 23] += 1
+    assert weights.check(), "also where no sample of the tensors has it"
 
 
 class Experts(nn.Module):
