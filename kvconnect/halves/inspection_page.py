@@ -16,17 +16,7 @@ from kvconnect.decode.loads import LoadRecord, RankFetchState
 from kvconnect.decode.peers import Peer
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.outcome import Outcome
-from kvconnect.peer.inspection import (
-    MOST_PER_PAGE,
-    MOST_TEXT,
-    OF_REQUEST,
-    Inspection,
-    LeaseView,
-    LoadView,
-    PeerView,
-    RecordView,
-    SlotsView,
-)
+from kvconnect.peer.inspection import MOST_PER_PAGE, MOST_TEXT, OF_REQUEST, Inspection, Row
 from kvconnect.peer.timeline_page import digest
 from kvconnect.prefill.leases import Lease
 from kvconnect.prefill.send_path import SendPath
@@ -102,37 +92,42 @@ def _request_of(lease: Lease) -> str:
     return "" if lease.held is None else lease.held.order.request_id
 
 
-def _lease(lease: Lease, now: float) -> LeaseView:
+def _lease(lease: Lease, now: float) -> Row:
+    """A request that is held, or is still being prefilled; the latter has no times yet.
+
+    The digest stands for the handle, as in the timeline: the handle itself would open a load.
+    """
     held = lease.held
     ids = (of.block_ids for of in held.order.groups) if held is not None else lease.streamed.blocks.values()
     state = "sending" if lease.sending else "prefilling" if held is None else "held"
-    return LeaseView(
-        digest=digest(lease.handle),
-        request_id=held.order.request_id[:MOST_TEXT] if held is not None else "",
-        state=held.revoked.text if held is not None and held.revoked is not None else state,
-        tokens=lease.num_tokens,
-        blocks=sum(map(len, ids)),
-        renewed_by=len(lease.renewers),
-        age_s=now - held.held_at if held is not None else None,
-        left_s=held.expires_at - now if held is not None and not held.revoked else None,
-    )
+    return {
+        "digest": digest(lease.handle),
+        "request_id": _request_of(lease)[:MOST_TEXT],
+        "state": held.revoked.text if held is not None and held.revoked is not None else state,
+        "tokens": lease.num_tokens,
+        "blocks": sum(map(len, ids)),
+        "renewed_by": len(lease.renewers),
+        "age_s": now - held.held_at if held is not None else None,
+        "left_s": held.expires_at - now if held is not None and not held.revoked else None,
+    }
 
 
-def _load(load: LoadRecord, now: float) -> LoadView:
+def _load(load: LoadRecord, now: float) -> Row:
+    """A request that is being fetched, over all source ranks."""
     engine_id, host, port = load.peer
     fetches = load.fetches.values()
     landings = [fetch.landing for fetch in fetches if fetch.landing is not None]
-    return LoadView(
-        digest=digest(load.order.handle),
-        request_id=load.order.request_id[:MOST_TEXT],
-        engine_id=engine_id[:MOST_TEXT],
-        address=f"{host}:{port}"[:MOST_TEXT],
-        phase=_phase(load),
-        age_s=now - load.ordered_at,
-        left_s=load.deadline - now,
-        landed_bytes=sum(one.staged[chunk].total_bytes for one in landings for chunk in one.committed),
-        total_bytes=sum(landing.total_bytes for landing in landings),
-    )
+    return {
+        "digest": digest(load.order.handle),
+        "request_id": load.order.request_id[:MOST_TEXT],
+        "engine_id": engine_id[:MOST_TEXT],
+        "address": f"{host}:{port}"[:MOST_TEXT],
+        "phase": _phase(load),
+        "age_s": now - load.ordered_at,
+        "left_s": load.deadline - now,
+        "landed_bytes": sum(one.staged[chunk].total_bytes for one in landings for chunk in one.committed),
+        "total_bytes": sum(landing.total_bytes for landing in landings),
+    }
 
 
 def _shortened(outcome: Outcome) -> Outcome:
@@ -155,54 +150,54 @@ def _phase(load: LoadRecord) -> str:
     return min(states, key=order.index, default=RankFetchState.MEETING).value
 
 
-def _slots(direction: str, pool: SlotPool) -> SlotsView:
+def _slots(direction: str, pool: SlotPool) -> Row:
     states = Counter(slot.state for slot in pool.slots)
-    return SlotsView(
-        direction=direction,
-        slot_bytes=pool.slot_bytes,
-        free=states[SlotState.FREE],
-        ours=states[SlotState.OURS],
-        granted=states[SlotState.THEIRS],
-        quarantined=states[SlotState.QUARANTINED],
-    )
+    return {
+        "direction": direction,
+        "slot_bytes": pool.slot_bytes,
+        "free": states[SlotState.FREE],
+        "ours": states[SlotState.OURS],
+        "granted": states[SlotState.THEIRS],
+        "quarantined": states[SlotState.QUARANTINED],
+    }
 
 
-def _source(peer: Peer, now: float) -> PeerView:
+def _source(peer: Peer, now: float) -> Row:
+    """A peer that KV is received from. ``refusal`` is why its breaker permits no fetch now."""
     at, kind, reason = peer.last_loss or (now, None, "")
     breaker = peer.breaker if peer.breaker.failures else peer.lanes
-    return PeerView(
-        direction="received",
-        engine_id=peer.key[0][:MOST_TEXT],
-        ranks=tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
-        address=peer.address[:MOST_TEXT],
-        met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
-        failures=breaker.failures,
-        rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
-        refusal=str(peer.refusal(now) or "")[:MOST_TEXT],
-        retry_s=max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
-        loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
-        loss_age_s=now - at,
-    )
+    more = {
+        "rate": "; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
+        "failures": breaker.failures,
+        "refusal": str(peer.refusal(now) or "")[:MOST_TEXT],
+        "retry_s": max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
+        "loss": "" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
+        "loss_age_s": now - at,
+    }
+    return {
+        "direction": "received",
+        "engine_id": peer.key[0][:MOST_TEXT],
+        "ranks": tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
+        "address": peer.address[:MOST_TEXT],
+        "met": "" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
+        **{name: value for name, value in more.items() if value},
+    }
 
 
-def _inbound(inbound: InboundPeer, path: SendPath | None) -> PeerView:
+def _inbound(inbound: InboundPeer, path: SendPath | None) -> Row:
+    """A peer that KV is sent to."""
     peer = inbound.session.peer
-    return PeerView(
-        direction="sent",
-        engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",
-        ranks=() if peer is None else (peer.rank,),
-        address=inbound.host,
-        met="it connected",
-        rate=str(path.meter.found) if path is not None and path.meter is not None else "",
-    )
+    return {
+        "direction": "sent",
+        "engine_id": peer.engine_id[:MOST_TEXT] if peer is not None else "",
+        "ranks": () if peer is None else (peer.rank,),
+        "address": inbound.host,
+        "met": "it connected",
+        "rate": str(path.meter.found) if path is not None and path.meter is not None else "",
+    }
 
 
-def _latest(timeline: Timeline, now: float) -> Iterator[RecordView]:
+def _latest(timeline: Timeline, now: float) -> Iterator[Row]:
     for at, moment, handle, request_id, _, number in timeline.latest(_LATEST):
-        yield RecordView(
-            age_s=now - at,
-            moment=moment,
-            digest=digest(handle),
-            request_id=request_id,
-            number=int(number),
-        )
+        row = {"age_s": now - at, "moment": moment, "digest": digest(handle)}
+        yield row | {"request_id": request_id, "number": int(number)}
