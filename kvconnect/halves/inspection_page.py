@@ -16,17 +16,7 @@ from kvconnect.decode.loads import LoadRecord, RankFetchState
 from kvconnect.decode.peers import Peer
 from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.outcome import Outcome
-from kvconnect.peer.inspection import (
-    MOST_PER_PAGE,
-    MOST_TEXT,
-    OF_REQUEST,
-    Inspection,
-    LeaseView,
-    LoadView,
-    PeerView,
-    RecordView,
-    SlotsView,
-)
+from kvconnect.peer.inspection import MOST_PER_PAGE, MOST_TEXT, OF_REQUEST, Inspection, Row
 from kvconnect.peer.timeline_page import digest
 from kvconnect.prefill.leases import Lease
 from kvconnect.timeline import Timeline
@@ -98,37 +88,42 @@ def _request_of(lease: Lease) -> str:
     return "" if lease.order is None else lease.order.request_id
 
 
-def _lease(lease: Lease, now: float) -> LeaseView:
+def _lease(lease: Lease, now: float) -> Row:
+    """A request that is held, or is still being prefilled; the latter has no times yet.
+
+    The digest stands for the handle, as in the timeline: the handle itself would open a load.
+    """
     order, revoked = lease.order, lease.revoked
     ids = lease.blocks.values() if order is None else (of.block_ids for of in order.groups)
     state = "sending" if lease.sending else "prefilling" if order is None else "held"
-    return LeaseView(
-        digest=digest(lease.handle),
-        request_id=_request_of(lease)[:MOST_TEXT],
-        state=state if revoked is None else revoked.text,
-        tokens=lease.num_tokens,
-        blocks=sum(map(len, ids)),
-        renewed_by=len(lease.renewers),
-        age_s=None if order is None else now - lease.held_at,
-        left_s=None if order is None or revoked else lease.expires_at - now,
-    )
+    return {
+        "digest": digest(lease.handle),
+        "request_id": _request_of(lease)[:MOST_TEXT],
+        "state": state if revoked is None else revoked.text,
+        "tokens": lease.num_tokens,
+        "blocks": sum(map(len, ids)),
+        "renewed_by": len(lease.renewers),
+        "age_s": None if order is None else now - lease.held_at,
+        "left_s": None if order is None or revoked else lease.expires_at - now,
+    }
 
 
-def _load(load: LoadRecord, now: float) -> LoadView:
+def _load(load: LoadRecord, now: float) -> Row:
+    """A request that is being fetched, over all source ranks."""
     engine_id, host, port = load.peer
     fetches = load.fetches.values()
     landings = [fetch.landing for fetch in fetches if fetch.landing is not None]
-    return LoadView(
-        digest=digest(load.order.handle),
-        request_id=load.order.request_id[:MOST_TEXT],
-        engine_id=engine_id[:MOST_TEXT],
-        address=f"{host}:{port}"[:MOST_TEXT],
-        phase=_phase(load),
-        age_s=now - load.ordered_at,
-        left_s=load.deadline - now,
-        landed_bytes=sum(one.staged[chunk].total_bytes for one in landings for chunk in one.committed),
-        total_bytes=sum(landing.total_bytes for landing in landings),
-    )
+    return {
+        "digest": digest(load.order.handle),
+        "request_id": load.order.request_id[:MOST_TEXT],
+        "engine_id": engine_id[:MOST_TEXT],
+        "address": f"{host}:{port}"[:MOST_TEXT],
+        "phase": _phase(load),
+        "age_s": now - load.ordered_at,
+        "left_s": load.deadline - now,
+        "landed_bytes": sum(one.staged[chunk].total_bytes for one in landings for chunk in one.committed),
+        "total_bytes": sum(landing.total_bytes for landing in landings),
+    }
 
 
 def _shortened(outcome: Outcome) -> Outcome:
@@ -151,54 +146,54 @@ def _phase(load: LoadRecord) -> str:
     return min(states, key=order.index, default=RankFetchState.MEETING).value
 
 
-def _slots(direction: str, pool: SlotPool) -> SlotsView:
+def _slots(direction: str, pool: SlotPool) -> Row:
     states = Counter(slot.state for slot in pool.slots)
-    return SlotsView(
-        direction=direction,
-        slot_bytes=pool.slot_bytes,
-        free=states[SlotState.FREE],
-        ours=states[SlotState.OURS],
-        granted=states[SlotState.THEIRS],
-        quarantined=states[SlotState.QUARANTINED],
-    )
+    return {
+        "direction": direction,
+        "slot_bytes": pool.slot_bytes,
+        "free": states[SlotState.FREE],
+        "ours": states[SlotState.OURS],
+        "granted": states[SlotState.THEIRS],
+        "quarantined": states[SlotState.QUARANTINED],
+    }
 
 
-def _source(peer: Peer, now: float) -> PeerView:
+def _source(peer: Peer, now: float) -> Row:
+    """A peer that KV is received from. ``refusal`` is why its breaker permits no fetch now."""
     at, kind, reason = peer.last_loss or (now, None, "")
     breaker = peer.breaker if peer.breaker.failures else peer.lanes
-    return PeerView(
-        direction="received",
-        engine_id=peer.key[0][:MOST_TEXT],
-        ranks=tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
-        address=peer.address[:MOST_TEXT],
-        met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
-        failures=breaker.failures,
-        rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
-        refusal=str(peer.refusal(now) or "")[:MOST_TEXT],
-        retry_s=max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
-        loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
-        loss_age_s=now - at,
-    )
+    more = {
+        "rate": "; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
+        "failures": breaker.failures,
+        "refusal": str(peer.refusal(now) or "")[:MOST_TEXT],
+        "retry_s": max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
+        "loss": "" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
+        "loss_age_s": now - at,
+    }
+    return {
+        "direction": "received",
+        "engine_id": peer.key[0][:MOST_TEXT],
+        "ranks": tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
+        "address": peer.address[:MOST_TEXT],
+        "met": "" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
+        **{name: value for name, value in more.items() if value},
+    }
 
 
-def _inbound(inbound: InboundPeer) -> PeerView:
+def _inbound(inbound: InboundPeer) -> Row:
+    """A peer that KV is sent to."""
     peer, path = inbound.session.peer, inbound.path
-    return PeerView(
-        direction="sent",
-        engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",
-        ranks=() if peer is None else (peer.rank,),
-        address=inbound.host,
-        met="it connected",
-        rate=str(path.meter.found) if path is not None and path.meter is not None else "",
-    )
+    return {
+        "direction": "sent",
+        "engine_id": peer.engine_id[:MOST_TEXT] if peer is not None else "",
+        "ranks": () if peer is None else (peer.rank,),
+        "address": inbound.host,
+        "met": "it connected",
+        "rate": str(path.meter.found) if path is not None and path.meter is not None else "",
+    }
 
 
-def _latest(timeline: Timeline, now: float) -> Iterator[RecordView]:
+def _latest(timeline: Timeline, now: float) -> Iterator[Row]:
     for at, moment, handle, request_id, _, number in timeline.latest(_LATEST):
-        yield RecordView(
-            age_s=now - at,
-            moment=moment,
-            digest=digest(handle),
-            request_id=request_id,
-            number=int(number),
-        )
+        row = {"age_s": now - at, "moment": moment, "digest": digest(handle)}
+        yield row | {"request_id": request_id, "number": int(number)}

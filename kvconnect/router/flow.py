@@ -15,9 +15,8 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-import aiohttp
 from aiohttp import web
 
 from kvconnect.config import FIRST_TOKEN_KEY, RELEASE_KEY
@@ -31,11 +30,12 @@ from kvconnect.router.placing import Placing
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.releases import Releases
 from kvconnect.router.router_options import RouterOptions
-from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest, noted
+from kvconnect.router.upstream import Clock, Headers, NodeAnswer, Upstream, UpstreamError, UpstreamRequest
 from kvconnect.router.usage import PromptCounts, has_counts, with_counts
 
 logger = logging.getLogger("kvconnect.router")
 
+Result = TypeVar("Result")
 
 _OWN_ERRORS = (500, 502)
 """Statuses of a node's own errors: it did not get the KV, or its engine ended."""
@@ -113,21 +113,7 @@ class Prefilled:
     handed: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The answer of the node at ``url`` up to its ``first`` bytes, of which the client has got none.
-
-    ``is_error``: the node had an error of its own, aborted the request, or ended a stream without a token.
-    """
-
-    role: str
-    url: str
-    answer: aiohttp.ClientResponse
-    first: bytes
-    is_error: bool
-
-
-Asked = contextlib.AbstractAsyncContextManager[Begun]
+Asked = contextlib.AbstractAsyncContextManager[NodeAnswer]
 """A node that is asked, up to the beginning of its answer."""
 
 
@@ -200,12 +186,12 @@ class Flow:
         others = [[node for node in pool.in_rotation() if node.url not in exchange.broken] for pool in pools]
         return exchange.may_repeat and error.reason == "broken" and all(others)
 
-    def _leave_to_others(self, exchange: Exchange, begun: Begun) -> None:
+    def _leave_to_others(self, exchange: Exchange, begun: NodeAnswer) -> None:
         """Raise ``UpstreamError`` if a request that ended with an error of this node's is to be repeated."""
-        exchange.broken.append(begun.url)
-        error = UpstreamError(502, "broken", f"the {begun.role} node answered with an error")
+        exchange.broken.append(begun.lease.url)
+        error = UpstreamError(502, "broken", f"the {begun.pool.role} node answered with an error")
         if self._may_repeat(exchange, error):
-            self._metrics.node_request_failures.labels(begun.role, "error").inc()
+            self._metrics.node_request_failures.labels(begun.pool.role, "error").inc()
             raise error
 
     def _repeated(self, exchange: Exchange, error: UpstreamError) -> None:
@@ -261,7 +247,7 @@ class Flow:
             is_last = all(node.url in asked for node in self._decode.in_rotation())
             try:
                 async with self._begun(exchange, sent, lease, retry=is_last) as begun:
-                    if begun.answer.status != 404 or is_last:
+                    if begun.head.status != 404 or is_last:
                         return await self._pass_on(exchange, begun)
             except UpstreamError as error:
                 if error.was_reached or is_last:
@@ -279,7 +265,7 @@ class Flow:
         sent = exchange.endpoint.decode_body(exchange.body, placed or None)
         try:
             async with self._begun(exchange, sent, lease, prefill) as begun:
-                status = begun.answer.status
+                status = begun.head.status
                 if self._decode_fallback and status != 200 and not _is_of_the_request(status):
                     raise UpstreamError(status, "refused", f"the prefill node answered {status}")
                 self._metrics.first_tokens.labels("only").inc()
@@ -345,7 +331,9 @@ class Flow:
                 held = None if decode.done() else _as_announced(prefill, channel)
                 if held is not None and (first := self._first_of(exchange, held)) is not None:
                     return await self._run_behind(exchange, first, {}, decode=decode)
-                if lacks_kv := _lacks_kv(decode):
+                answered = _result_of(decode)
+                # Why D has no KV only P knows.
+                if lacks_kv := answered is not None and answered.is_error:
                     await asyncio.wait({prefill})
                 if (decode.done() and not lacks_kv) or _as_announced(prefill, channel) is not None:
                     return await self._pass_on(exchange, await decode)
@@ -451,17 +439,13 @@ class Flow:
                 body["min_tokens"] = 1
         path = exchange.request.path_qs
         request = UpstreamRequest("POST", path, headers, body, exchange.asked, exchange.broken)
-        async with self._upstream.send(self._prefill, request, lease, retry=retry) as (leased, answer):
-            raw = await self._read_whole(answer)
-            if answer.status != 200:
+        async with self._upstream.send(self._prefill, request, lease, retry=retry) as answer:
+            raw, status = await self._upstream.read_whole(answer), answer.head.status
+            if status != 200:
                 exchange.asked.clear()
-                refusal = web.Response(status=answer.status, body=raw)
-                refusal.headers.popall("Content-Type", None)
-                for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
-                    if key.lower() != "content-length":
-                        refusal.headers.add(key, value)
-                text = f"the prefill node answered {answer.status}"
-                raise UpstreamError(answer.status, "refused", text, refusal)
+                refused = bodies.answer_headers(answer.head.headers.items(), exchange.request_id)
+                refusal = web.Response(status=status, body=raw, headers=refused)
+                raise UpstreamError(status, "refused", f"the prefill node answered {status}", refusal)
         try:
             parsed = json.loads(raw)
         except (ValueError, RecursionError):
@@ -475,7 +459,7 @@ class Flow:
         # Results of hints, and P's receipt, are no KV: the decode node returns them with its own.
         if not handed.keys() - _REPORTED:
             handed = {}
-        url, channel = leased.url, bodies.side_channel(handed)
+        url, channel = answer.lease.url, bodies.side_channel(handed)
         if channel is None:
             self._channels.pop(url, None)
         else:
@@ -483,23 +467,6 @@ class Flow:
             if self.placing is not None:
                 self.placing.learn(url, channel)
         return Prefilled(url, parsed, handed)
-
-    async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
-        """The prefill node's whole answer, at most ``max_answer_bytes``.
-
-        Raises:
-            UpstreamError: the answer is too long, too late, or cut off.
-        """
-        raw, most = bytearray(), self._upstream.limits.max_answer_bytes
-        with self._upstream.translated("prefill"):
-            async for chunk in answer.content.iter_any():
-                raw += chunk
-                if len(raw) > most:
-                    break
-        if len(raw) > most:
-            text = f"the prefill node's answer is longer than {most} bytes"
-            raise self._upstream.failed("prefill", "bad_answer", text)
-        return bytes(raw)
 
     async def _relay(self, exchange: Exchange, asked: Asked) -> web.StreamResponse:
         """Pass the answer of one node on."""
@@ -515,7 +482,7 @@ class Flow:
         pool: Pool | None = None,
         *,
         retry: bool = True,
-    ) -> AsyncIterator[Begun]:
+    ) -> AsyncIterator[NodeAnswer]:
         """Ask a node and read its answer's first bytes. Leaving the block closes the connection.
 
         ``lease`` and ``retry`` are those of ``Upstream.send``; ``pool`` defaults to the decode nodes.
@@ -528,23 +495,23 @@ class Flow:
             client.method, client.path_qs, exchange.headers, body, broken=exchange.broken
         )
         pool = pool or self._decode
-        async with self._upstream.send(pool, request, lease, retry=retry) as (leased, answer):
-            is_stream = answer.status == 200 and answer.content_type == "text/event-stream"
-            with self._upstream.translated(pool.role):
-                first = await answer.content.readany()
-                is_empty = is_stream and has_no_output(first)
-                while is_empty and (read := await answer.content.readany()):
-                    first += read
-                    is_empty = has_no_output(first)
-            if not first and answer.status == 200:
+        async with self._upstream.send(pool, request, lease, retry=retry) as begun:
+            is_well = begun.head.status == 200
+            first = await begun.read()
+            is_empty = is_well and _is_event_stream(begun) and has_no_output(first)
+            while is_empty and (read := await begun.read()):
+                first += read
+                is_empty = has_no_output(first)
+            if not first and is_well:
                 raise self._upstream.failed(pool.role, "empty", f"the {pool.role} node's answer is empty")
-            pool.computed(leased)
+            pool.computed(begun.lease)
             params = body.get(bodies.PARAMS) if isinstance(body, Mapping) else None
-            if answer.status == 200 and params and params.get("do_remote_prefill"):
+            if is_well and params and params.get("do_remote_prefill"):
                 exchange.is_taken = True
-            is_error = answer.status in _OWN_ERRORS or first.startswith(_ERROR_IN_A_STREAM)
-            is_error |= is_empty or _ABORTED in first
-            yield Begun(pool.role, leased.url, answer, first, is_error)
+            begun.first = first
+            begun.is_error = begun.head.status in _OWN_ERRORS or first.startswith(_ERROR_IN_A_STREAM)
+            begun.is_error |= is_empty or _ABORTED in first
+            yield begun
 
     def _reuses_tokens(self, exchange: Exchange) -> bool:
         """Whether D gets the tokens of a text that P tokenised."""
@@ -591,7 +558,7 @@ class Flow:
         first: FirstAnswer,
         params: Mapping[str, Any],
         tokens: list[int] | None = None,
-        decode: asyncio.Task[Begun] | None = None,
+        decode: asyncio.Task[NodeAnswer] | None = None,
     ) -> web.StreamResponse:
         """Send the client P's token at once, unless it has it, then D's answer, where D is given this token.
 
@@ -620,7 +587,7 @@ class Flow:
         return await self._run_behind(exchange, first, {})
 
     async def _go_behind(
-        self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[Begun]
+        self, exchange: Exchange, first: FirstAnswer, decode: asyncio.Task[NodeAnswer]
     ) -> web.StreamResponse:
         """Continue the client's stream with D's answer behind P's token.
 
@@ -632,13 +599,12 @@ class Flow:
         begun = await decode
         if begun.is_error:
             self._leave_to_others(exchange, begun)
-        if begun.answer.status != 200:
-            text = f"the decode node answered {begun.answer.status}"
+        if begun.head.status != 200:
+            text = f"the decode node answered {begun.head.status}"
             raise self._upstream.failed("decode", "refused", text)
         kept, read = rest.take(begun.first), begun.first
         while read and not rest.is_over:
-            with noted(exchange.broken, begun.url), self._upstream.translated("decode"):
-                read = await begun.answer.content.readany()
+            read = await begun.read()
             kept += rest.take(read)
         if kept.startswith(_ERROR_IN_A_STREAM):
             self._leave_to_others(exchange, begun)
@@ -653,7 +619,7 @@ class Flow:
         await response.write_eof()
         return response
 
-    async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
+    async def _pass_on(self, exchange: Exchange, begun: NodeAnswer) -> web.StreamResponse:
         """Stream the node's answer to the client. From here on a failing node breaks the answer off.
 
         Raises:
@@ -662,21 +628,22 @@ class Flow:
         """
         if begun.is_error:
             self._leave_to_others(exchange, begun)
-        answer = begun.answer
-        response = web.StreamResponse(status=answer.status, reason=answer.reason)
-        for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
-            if exchange.prefill is None or key.lower() != "content-length":
-                response.headers.add(key, value)
+        head = begun.head
+        headers = bodies.answer_headers(head.headers.items(), exchange.request_id)
+        response = web.StreamResponse(status=head.status, reason=head.reason, headers=headers)
+        if exchange.prefill is not None:
+            # Counts of the prompt may be replaced.
+            response.headers.popall("Content-Length", None)
         await self._prepare(exchange, response)
         return await self._go_on_passing(exchange, begun, begun.first, bytes)
 
     async def _go_on_passing(
-        self, exchange: Exchange, begun: Begun, chunk: bytes, kept_of: Callable[[bytes], bytes]
+        self, exchange: Exchange, begun: NodeAnswer, chunk: bytes, kept_of: Callable[[bytes], bytes]
     ) -> web.StreamResponse:
         """Send the client a chunk, and ``kept_of`` each chunk that follows, with P's counts of the prompt."""
         response, prefill, is_open = exchange.response, exchange.prefill, True
         assert response is not None, "the answer has begun"
-        whole = bodies.WholeEvents(is_stream=begun.answer.content_type == "text/event-stream")
+        whole = bodies.WholeEvents(is_stream=_is_event_stream(begun))
         wait_s = _COUNT_WAIT_S
         while True:
             if prefill is not None:
@@ -684,15 +651,14 @@ class Flow:
                 if has_counts(chunk):
                     await asyncio.wait({prefill}, timeout=wait_s)
                     wait_s = 0.0
-                    if (outcome := _prefilled(prefill)) is not None:
+                    if (outcome := _result_of(prefill)) is not None:
                         chunk = with_counts(chunk, PromptCounts.of(outcome.answer, outcome.handed))
             if chunk:
                 await response.write(chunk)
             if not is_open:
                 break
             try:
-                with self._upstream.translated(begun.role):
-                    read = await begun.answer.content.readany()
+                read = await begun.read()
                 is_open, chunk = bool(read), kept_of(read)
             except Exception as error:
                 self._log_first(_CUT_OFF, exchange.request_id, str(error) or type(error).__name__)
@@ -705,7 +671,7 @@ class Flow:
 
 
 @contextlib.asynccontextmanager
-async def asking(asked: Asked) -> AsyncIterator[asyncio.Task[Begun]]:
+async def asking(asked: Asked) -> AsyncIterator[asyncio.Task[NodeAnswer]]:
     """Ask a node in a task, which is ended with the block.
 
     The task starts, and owns the lease, before the caller's can be cancelled: a cancellation takes effect at
@@ -719,11 +685,8 @@ async def asking(asked: Asked) -> AsyncIterator[asyncio.Task[Begun]]:
             await _end(task)
 
 
-def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
-    """Whether D answered that it has no KV; only P knows why."""
-    if not decode.done() or decode.cancelled() or decode.exception() is not None:
-        return False
-    return decode.result().is_error
+def _is_event_stream(begun: NodeAnswer) -> bool:
+    return begun.head.content_type == "text/event-stream"
 
 
 def _is_of_the_request(status: int) -> bool:
@@ -731,15 +694,15 @@ def _is_of_the_request(status: int) -> bool:
     return 400 <= status < 500 and status not in (408, 429)
 
 
-def _prefilled(prefill: asyncio.Future[Prefilled]) -> Prefilled | None:
-    """P's answer, once it is there; None for a failure too."""
-    is_there = prefill.done() and not prefill.cancelled() and prefill.exception() is None
-    return prefill.result() if is_there else None
+def _result_of(asked: asyncio.Future[Result]) -> Result | None:
+    """A node's answer, once it is there; None for a failure too."""
+    is_there = asked.done() and not asked.cancelled() and asked.exception() is None
+    return asked.result() if is_there else None
 
 
 def _as_announced(prefill: asyncio.Task[Prefilled], channel: SideChannel) -> Prefilled | None:
     """P's answer if P holds the KV at the side channel where D fetches it; else None."""
-    outcome = _prefilled(prefill)
+    outcome = _result_of(prefill)
     return outcome if outcome is not None and bodies.side_channel(outcome.handed) == channel else None
 
 

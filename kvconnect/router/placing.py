@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from kvconnect.addresses import join_address
@@ -136,16 +135,16 @@ class Placing:
             return ()
         try:
             return await asyncio.wait_for(self._tokenized(pool, headers, asked), _TOKENIZE_S)
-        except (UpstreamError, asyncio.TimeoutError, aiohttp.ClientError, ValueError, TypeError):
+        except (UpstreamError, asyncio.TimeoutError, ValueError):
             # A node without /tokenize is no error.
             return ()
 
     async def _tokenized(self, pool: Pool, headers: Headers, asked: Mapping[str, Any]) -> Sequence[int]:
         request = UpstreamRequest("POST", "/tokenize", bodies.identity_encoding(headers), asked)
-        async with self._upstream.send(pool, request, retry=False) as (_, answer):
-            if answer.status != 200:
+        async with self._upstream.send(pool, request, retry=False) as answer:
+            if answer.head.status != 200:
                 return ()
-            return msgspec.json.decode(await answer.read(), type=_Tokens).tokens
+            return msgspec.json.decode(await self._upstream.read_whole(answer), type=_Tokens).tokens
 
 
 class _Tokens(msgspec.Struct):

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.endpoints import Endpoint
-from kvconnect.router.flow import Begun, Exchange, Flow, asking
+from kvconnect.router.flow import Exchange, Flow, asking
 from kvconnect.router.pool import NodeUse, Pool
 from kvconnect.router.router_options import RouterOptions, clean_url, split_rank
-from kvconnect.router.upstream import Clock, Upstream, UpstreamError
+from kvconnect.router.upstream import Clock, NodeAnswer, Upstream, UpstreamError
 
 _FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _ROOM_BITS = 62
@@ -63,11 +63,11 @@ class RoomFlow(Flow):
                     continue
                 if is_last or not _is_worth_another(begun):
                     return await self._pass_on(exchange, begun)
-                self._metrics.retries.labels(begun.role).inc()
+                self._metrics.retries.labels(begun.pool.role).inc()
 
     async def _begin_both(
         self, stack: contextlib.AsyncExitStack, exchange: Exchange, lease: NodeUse
-    ) -> Begun:
+    ) -> NodeAnswer:
         """D's answer up to its first bytes, or P's if that is an error; both are asked as long as ``stack``.
 
         Raises:
@@ -111,10 +111,10 @@ def _ports(options: RouterOptions) -> dict[str, int]:
     return found
 
 
-def _is_error(begun: Begun) -> bool:
-    return begun.answer.status != 200 or begun.is_error
+def _is_error(begun: NodeAnswer) -> bool:
+    return begun.head.status != 200 or begun.is_error
 
 
-def _is_worth_another(begun: Begun) -> bool:
+def _is_worth_another(begun: NodeAnswer) -> bool:
     """Whether another room may help: not where the request itself was refused."""
-    return _is_error(begun) and not 400 <= begun.answer.status < 500
+    return _is_error(begun) and not 400 <= begun.head.status < 500

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -65,10 +66,26 @@ class UpstreamRequest:
     asked: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
-    @property
-    def data(self) -> bytes | None:
-        """The body's bytes, of a mapping as JSON. Raises ``BadRequest``."""
-        return to_bytes(self.body) if isinstance(self.body, Mapping) else self.body
+
+@dataclass(eq=False, slots=True)
+class NodeAnswer:
+    """The answer of a node of ``pool`` under ``lease``: ``head`` has its status and headers.
+
+    ``first``: the beginning of the body, where that was read before the client got any of it. ``is_error``:
+    the node had an error of its own, aborted the request, or ended a stream without a token.
+    """
+
+    pool: Pool
+    lease: NodeUse
+    head: aiohttp.ClientResponse
+    reading: Callable[[], contextlib.AbstractContextManager[None]]
+    first: bytes = b""
+    is_error: bool = False
+
+    async def read(self) -> bytes:
+        """The body's next bytes; empty at its end. Raises ``UpstreamError``."""
+        with self.reading():
+            return await self.head.content.readany()
 
 
 class Upstream:
@@ -122,30 +139,28 @@ class Upstream:
         lease: NodeUse | None = None,
         *,
         retry: bool = True,
-    ) -> AsyncIterator[tuple[NodeUse, aiohttp.ClientResponse]]:
-        """The lease of a node of ``pool``, and its answer with the headers read and the body not.
+    ) -> AsyncIterator[NodeAnswer]:
+        """The answer of a node of ``pool``, with the headers read and the body not.
 
         ``lease`` is the node to try first, and is released like any other. Leaving the block closes the
-        connection: a node whose answer was not read to its end sees its client leave. The block may raise the
-        HTTP client's errors: wrap reads in ``translated``.
+        connection: a node whose answer was not read to its end sees its client leave.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
             BadRequest: the body cannot be written.
         """
         started = self._clock()
-        lease, response = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
+        answer = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
         try:
-            with noted(request.broken, lease.url):
-                yield lease, response
+            yield answer
         finally:
-            response.close()
-            pool.release(lease)
+            answer.head.close()
+            pool.release(answer.lease)
             self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
         self, pool: Pool, request: UpstreamRequest, lease: NodeUse | None, retries: int
-    ) -> tuple[NodeUse, aiohttp.ClientResponse]:
+    ) -> NodeAnswer:
         tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
@@ -164,13 +179,15 @@ class Upstream:
             with contextlib.ExitStack() as leased:
                 leased.callback(pool.release, lease)
                 base, rank = split_rank(lease.url)
+                data = to_bytes(request.body) if isinstance(request.body, Mapping) else request.body
                 headers = [pair for pair in request.headers if not rank or pair[0].lower() != _RANK]
+                reading = partial(self._translated, pool.role, lease.url, request.broken)
                 try:
-                    with noted(request.broken, lease.url), self.translated(pool.role):
+                    with reading():
                         response = await self._session.request(
                             request.method,
                             base + request.path,
-                            data=request.data,
+                            data=data,
                             headers=[*headers, (_RANK, rank)] if rank else headers,
                             timeout=self._timeouts[pool.role],
                             allow_redirects=False,
@@ -185,13 +202,13 @@ class Upstream:
                 if response.status < 500:
                     self._note_answer(pool, lease.url)
                 leased.pop_all()
-                return lease, response
+                return NodeAnswer(pool, lease, response, reading)
         if not tried:
             self.metrics.node_request_failures.labels(pool.role, last.reason).inc()
         raise last
 
     @contextlib.contextmanager
-    def translated(self, role: str) -> Iterator[None]:
+    def _translated(self, role: str, url: str, broken: list[str]) -> Iterator[None]:
         """Turn the HTTP client's exceptions into counted ``UpstreamError``."""
         limits = self.limits
         try:
@@ -206,8 +223,18 @@ class Upstream:
             text = f"the {role} node did not answer within {after_s:g} s"
             raise self.failed(role, "timeout", text, status=504) from error
         except (aiohttp.ClientError, OSError) as error:
+            broken.append(url)
             text = f"the {role} node broke off before its answer was complete"
             raise self.failed(role, "broken", text) from error
+
+    async def read_whole(self, answer: NodeAnswer) -> bytes:
+        """A whole body. Raises ``UpstreamError``: longer than ``max_answer_bytes``, too late, or cut off."""
+        raw, most, role = bytearray(), self.limits.max_answer_bytes, answer.pool.role
+        while read := await answer.read():
+            raw += read
+            if len(raw) > most:
+                raise self.failed(role, "bad_answer", f"the {role} node's answer is longer than {most} bytes")
+        return bytes(raw)
 
     def failed(self, role: str, reason: str, message: str, status: int = 502) -> UpstreamError:
         """Count and return an error for an answer that is missing or not usable."""
@@ -268,14 +295,3 @@ class Upstream:
             self._note_unreachable(pool, url, problem)
         else:
             self._note_answer(pool, url)
-
-
-@contextlib.contextmanager
-def noted(broken: list[str], url: str) -> Iterator[None]:
-    """Add the node at ``url`` to ``broken`` if it breaks off within this block."""
-    try:
-        yield
-    except UpstreamError as error:
-        if error.reason == "broken":
-            broken.append(url)
-        raise

@@ -12,7 +12,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.tools.cache_file import CUDA_SLOT_BYTES, read_cache
 from kvconnect.tools.cache_pairs import check_nodes
 from kvconnect.tools.checks import check_machine
-from kvconnect.tools.facts import Facts, Probes
+from kvconnect.tools.facts import Facts
 from kvconnect.tools.findings import Finding, Level, failure, well
 from kvconnect.tools.node_pair import check_peer
 from kvconnect.tools.showing import paragraph, size
@@ -53,12 +53,7 @@ def compare(source: Side, target: Side, tokens: int, configuration: str | None =
 
 
 def examine(
-    configuration: str | None,
-    probes: Probes | None = None,
-    peers: Sequence[str] = (),
-    tokens: int = 1,
-    *,
-    measured: bool = False,
+    configuration: str | None, peers: Sequence[str] = (), tokens: int = 1, *, measured: bool = False
 ) -> list[Finding]:
     """Check this machine, the configuration and the peers. Raises nothing: every problem is a finding.
 
@@ -69,7 +64,7 @@ def examine(
         config = read_configuration(configuration) if configuration is not None else None
     except ConfigError as error:
         findings.append(failure("configuration", str(error), "mend it; docs/configuration.md has every key"))
-    facts = Facts(config, probes or Probes())
+    facts = Facts(config)
     findings += check_machine(facts)
     for peer in peers:
         if not facts.key_problem:

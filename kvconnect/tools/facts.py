@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -75,17 +75,6 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     )
 
 
-@dataclass(frozen=True)
-class Probes:
-    """Functions that probe the machine, its libraries and its network. Tests replace single ones."""
-
-    machine: Callable[[], Machine] = look
-    engines: Callable[[], Mapping[str, str]] = available_engines
-    trial: Callable[..., Trial] = run_trial
-    port: Callable[[str, int], str] = look_at_port
-    describe: Callable[..., Answered[Description]] = describe
-
-
 class Facts:
     """All facts about this machine and this configuration, collected once, in some seconds.
 
@@ -97,29 +86,29 @@ class Facts:
     listener is none. ``describe`` asks the worker at an address.
     """
 
-    def __init__(self, config: TransferConfig | None, probes: Probes) -> None:
+    def __init__(self, config: TransferConfig | None) -> None:
         self.config = config
         given = config.extra if config is not None else ExtraConfig()
         self.places, self.absent, self.first = _ranks(given)
         self.extra = extra = given.here(self.first)
         port = extra.port and extra.port + self.first
-        self.machine = probes.machine()
-        self.engines = probes.engines()
+        self.machine = look()
+        self.engines = available_engines()
         self.engine = extra.engine
         if extra.engine == "auto":
             self.engine = next((name for name in PREFERENCE if self.engines.get(name) == ""), "")
         self.trial: Trial | None = None
         if self.engines.get(self.engine) == "":
-            self.trial = probes.trial(self.engine, extra.host, extra.protocol, extra.all_engine_options)
+            self.trial = run_trial(self.engine, extra.host, extra.protocol, extra.all_engine_options)
         self.interfaces = tuple(name for _, name in socket.if_nameindex())
-        self.port = probes.port(extra.listens_at, port)
-        self.bootstrap_port = probes.port(extra.listens_at, extra.bootstrap_port)
+        self.port = look_at_port(extra.listens_at, port)
+        self.bootstrap_port = look_at_port(extra.listens_at, extra.bootstrap_port)
         self.key = self.key_problem = self.own_problem = ""
         self.keyring: Keyring | None = None
         self.own: Answered[Description] | None = None
         try:
             self.key, self.keyring = _keys(extra)
-            self.describe = partial(probes.describe, extra, self.keyring)
+            self.describe = partial(describe, extra, self.keyring)
             if self.port == TAKEN:
                 self.own = self.describe((extra.host, port))
         except ConfigError as error:

@@ -100,8 +100,8 @@ def look(
         about = f"{OF_REQUEST}{request}" if request else str(seen)
         pages.append(ask(extra, keyring, address, TOPIC, Inspection, about).value)
     # An entry at the end of a page may move to the next page between two reads.
-    leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
-    loads = {one.request_id: one for page in pages for one in page.loads}
+    leases = {(one["digest"], one["request_id"]): one for page in pages for one in page.leases}
+    loads = {one["request_id"]: one for page in pages for one in page.loads}
     return described, msgspec.structs.replace(
         pages[-1], leases=tuple(leases.values()), loads=tuple(loads.values())
     )

@@ -20,7 +20,7 @@ from typing import Any
 from kvconnect.addresses import TAKEN, look_at_port
 from kvconnect.engine.lanes import read_text
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.packages import find_compiler, has_vllm_plugin, package_versions
+from kvconnect.packages import find_compiler, package_versions
 from kvconnect.reading import read_file, refuse
 from kvconnect.tools.showing import size
 from kvconnect.vllm.plugin import NAME
@@ -52,7 +52,6 @@ class LocalHost:
     cpus: tuple[int, ...] = (0,)
     free_bytes: int = 0
     has_compiler: bool = True
-    has_plugin: bool = True
     lacks: tuple[str, ...] = ()
     taken_ports: tuple[int, ...] = ()
 
@@ -117,7 +116,7 @@ def plan_pair(model: LocalModel, host: LocalHost, port: int, options: Sequence[s
     sides = ("prefill", port + _PREFILL_AT, "kv_producer"), ("decode", port + _DECODE_AT, "kv_consumer")
     for (name, at, role), environment in zip(sides, environments, strict=True):
         command = (*host.vllm_command, model.name, "--host", "127.0.0.1", "--port", str(at), *own, *options)
-        command += ("--kv-transfer-config", json.dumps(_config(host, role)))
+        command += ("--kv-transfer-config", json.dumps(_config(role)))
         servers.append(ServerCommand(name, f"http://127.0.0.1:{at}", command, environment))
     prefill, decode = servers
     nodes = ("--prefill", prefill.url, "--decode", decode.url)
@@ -138,11 +137,10 @@ def _on_cpus(model: LocalModel, host: LocalHost, ranks: int) -> list[dict[str, s
     ]
 
 
-def _config(host: LocalHost, role: str) -> dict[str, Any]:
-    config: dict[str, Any] = {"kv_connector": NAME, "kv_role": role}
-    if role == "kv_consumer":
-        config["kv_load_failure_policy"] = "recompute"
-    return config if host.has_plugin else {**config, "kv_connector_module_path": "kvconnect.vllm"}
+def _config(role: str) -> dict[str, Any]:
+    # With the module's path vLLM needs no plugin, which a checkout has not.
+    config = {"kv_connector": NAME, "kv_role": role, "kv_connector_module_path": "kvconnect.vllm"}
+    return config | ({"kv_load_failure_policy": "recompute"} if role == "kv_consumer" else {})
 
 
 def _mistakes(model: LocalModel, host: LocalHost, port: int, options: Sequence[str]) -> Iterator[str]:
@@ -230,7 +228,6 @@ def look_at_host(port: int) -> LocalHost:
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         free_bytes=free_memory(Path("/")),
         has_compiler=bool(find_compiler(os.environ)),
-        has_plugin=has_vllm_plugin(),
         lacks=tuple(
             name for name in ("aiohttp", "nixl", "mooncake") if importlib.util.find_spec(name) is None
         ),

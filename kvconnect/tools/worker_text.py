@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-import msgspec
+from collections.abc import Iterable, Iterator
 
 from kvconnect.peer.description import Description
-from kvconnect.peer.inspection import Inspection
+from kvconnect.peer.inspection import Inspection, Row
 from kvconnect.tools.showing import duration, paragraph, size
 
 _MOST_ROWS = 10
@@ -30,16 +27,19 @@ def text_of(address: str, described: Description, found: Inspection) -> Iterator
         "besides": _fields({what: count or None for what, count in counts.items() if what not in _SHOWN}),
     }
     yield from (paragraph(f"{what:<9}", text, 9) for what, text in head.items() if text)
-    leases = ((one.request_id or one.digest, one) for one in found.leases)
+    leases = ((_request(one), one) for one in found.leases)
     yield from _section("leases", leases, counts["leases"] + counts["expected"])
     loads = (
-        (f"{one.request_id} from {one.engine_id or 'any engine'} at {one.address}", one)
+        (f"{_request(one)} from {one['engine_id'] or 'any engine'} at {one['address']}", one)
         for one in found.loads
     )
     yield from _section("loads in flight", loads, counts["loads"])
-    yield from _section("slots", ((one.direction, one) for one in found.slots))
+    yield from _section("slots", ((one["direction"], one) for one in found.slots))
     peers = (
-        (f"KV {one.direction}: {one.engine_id} at {one.address}, {one.met or 'not connected'}", one)
+        (
+            f"KV {one['direction']}: {one['engine_id']} at {one['address']}, {one['met'] or 'not connected'}",
+            one,
+        )
         for one in found.peers
     )
     yield from _section("peers", peers)
@@ -48,11 +48,14 @@ def text_of(address: str, described: Description, found: Inspection) -> Iterator
         yield "\nreceipt"
         yield from (paragraph("  ", line, 4) for line in json.dumps(receipt, indent=1).splitlines())
     yield from _section("tiers", found.tiers.items())
-    records = ((one.request_id or one.digest, one) for one in found.latest)
-    yield from _section("last records", records)
+    yield from _section("last records", ((_request(one), one) for one in found.latest))
 
 
-def _section(title: str, entries: Iterable[tuple[str, Any]], count: int = 0) -> Iterator[str]:
+def _request(row: Row) -> str:
+    return str(row["request_id"] or row["digest"])
+
+
+def _section(title: str, entries: Iterable[tuple[str, Row]], count: int = 0) -> Iterator[str]:
     """The first of these entries, each with its fields; ``count``: so many there are, if not all are here."""
     rows = list(entries)
     count, shown = max(count, len(rows)), rows[:_MOST_ROWS]
@@ -62,17 +65,14 @@ def _section(title: str, entries: Iterable[tuple[str, Any]], count: int = 0) -> 
         yield paragraph("  ", f"{name}: {fields}" if fields else name, 4)
 
 
-def _fields(one: msgspec.Struct | Mapping[str, Any]) -> str:
-    """An entry's fields besides its name, as ``state held, left 12.5s``, without empty and default ones."""
-    if isinstance(one, msgspec.Struct):
-        fields = msgspec.structs.fields(one)
-        one = {field.name: value for field in fields if (value := getattr(one, field.name)) != field.default}
+def _fields(one: Row) -> str:
+    """A row's fields besides its name, as ``state held, left 12.5s``, without empty ones."""
     texts = []
     for name, value in one.items():
         # A count of 0 is information: no slot is free, a load failed.
-        if name in _IN_NAMES or value is False or value in (None, "", ()):
+        if name in _IN_NAMES or value is False or value in (None, "", []):
             continue
-        if isinstance(value, tuple):
+        if isinstance(value, list):
             value = " ".join(map(str, value))
         elif name.endswith("_s"):
             value = f"{round(value, 3):.3g}s" if value < 60 else duration(value)

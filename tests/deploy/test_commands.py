@@ -21,6 +21,7 @@ from tests.deploy.running import END_TIMEOUT_S, localised, running
 START_TIMEOUT_S = 180
 pytestmark = pytest.mark.timeout(300)
 
+SERVERS = ("prefill", "decode")
 _PROMPT = [index * 7 % 250 + 1 for index in range(200)]
 
 
@@ -58,7 +59,7 @@ def test_a_completion_through_the_commands_of_the_files_moves_kv(kind, tmp_path)
     parts = localised(deployment(kind, tmp_path), tmp_path)
     with running(parts, _node, tmp_path) as pair:
         # Each by itself first: a node that ends is reported with its log, not as a router that waits for it.
-        for name in ("prefill", "decode"):
+        for name in SERVERS:
             pair[name].wait_answer("/health", START_TIMEOUT_S)
         pair["router"].wait_answer("/ready?all", START_TIMEOUT_S)
         body = {"model": "gqa", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0}
@@ -70,11 +71,11 @@ def test_a_completion_through_the_commands_of_the_files_moves_kv(kind, tmp_path)
         assert got["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
         if kind == "kubernetes":
             write(tmp_path / "other", new_secret())
-            for name in ("prefill", "decode"):
-                config = parts[name].transfer["kv_connector_extra_config"]
-                assert _is_ready(name, config)
-                assert not _is_ready(name, {**config, "key_file": str(tmp_path / "other")})
-                pair[name].send(signal.SIGSTOP)
-                assert not _is_ready(name, config)
-                pair[name].send(signal.SIGCONT)
+            prefill, decode = (parts[name].transfer["kv_connector_extra_config"] for name in SERVERS)
+            assert _is_ready("prefill", prefill)
+            assert _is_ready("decode", decode)
+            assert not _is_ready("prefill", {**prefill, "key_file": str(tmp_path / "other")})
+            pair["decode"].send(signal.SIGSTOP)
+            assert not _is_ready("decode", decode)
+            pair["decode"].send(signal.SIGCONT)
         assert {name: one.end(END_TIMEOUT_S) for name, one in pair.items()} == dict.fromkeys(pair, 0)

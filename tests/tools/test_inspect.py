@@ -11,7 +11,7 @@ import msgspec
 from kvconnect.addresses import RankAddress
 from kvconnect.node.children import COMMAND
 from kvconnect.peer.description import Description
-from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView
+from kvconnect.peer.inspection import Inspection
 from kvconnect.tools.inspect_runner import as_json
 from kvconnect.tools.showing import WIDTH
 from kvconnect.tools.worker_text import text_of
@@ -31,64 +31,28 @@ COUNTS = {"leases": 400, "expected": 3, "loads": 1, "pending_fetches": 2}
 
 
 def lease(number):
-    return LeaseView(
-        digest=f"d{number}",
-        request_id=LONG + str(number),
-        state="held",
-        tokens=1 << 20,
-        blocks=65536,
-        renewed_by=1,
-        age_s=5000.0 - number,
-        left_s=12.5,
-    )
+    row = {"digest": f"d{number}", "request_id": LONG + str(number), "state": "held", "tokens": 1 << 20}
+    return row | {"blocks": 65536, "renewed_by": 1, "age_s": 5000.0 - number, "left_s": 12.5}
 
 
+LOAD = {"digest": "d", "request_id": LONG, "engine_id": "prefill", "address": "10.0.0.2:14600"}
+LOAD |= {"phase": "failed: peer has other weights", "age_s": 3.0, "left_s": 57.0}
+LOAD |= {"landed_bytes": 3 << 28, "total_bytes": 3 << 30}
+LOST = {"direction": "received", "engine_id": "prefill", "ranks": [], "address": "10.0.0.2:14600", "met": ""}
+LOST |= {"failures": 3, "refusal": "the peer is out of reach, it was tried just now: silence", "retry_s": 1.5}
+LOST |= {"loss": "silent: the peer has been silent for 10.0 s", "loss_age_s": 4.0}
+MET = {"direction": "sent", "engine_id": LONG, "ranks": [3], "address": "h", "met": "it connected"}
+SLOTS = {"slot_bytes": 4 << 20, "free": 8, "ours": 0, "granted": 0, "quarantined": 0}
 FOUND = Inspection(
     engine_id="decode",
     rank=0,
     counts=COUNTS,
     leases=tuple(lease(number) for number in range(60)),
-    loads=(
-        LoadView(
-            digest="d",
-            request_id=LONG,
-            engine_id="prefill",
-            address="10.0.0.2:14600",
-            phase="failed: peer has other weights",
-            age_s=3.0,
-            left_s=57.0,
-            landed_bytes=3 << 28,
-            total_bytes=3 << 30,
-        ),
-    ),
-    slots=(
-        SlotsView(direction="receive", slot_bytes=4 << 20, free=5, ours=1, granted=2, quarantined=3),
-        SlotsView(direction="send", slot_bytes=4 << 20, free=8, ours=0, granted=0, quarantined=0),
-    ),
-    peers=(
-        PeerView(
-            direction="received",
-            engine_id="prefill",
-            ranks=(),
-            address="10.0.0.2:14600",
-            met="",
-            failures=3,
-            refusal="the peer is out of reach, it was tried just now: silence",
-            retry_s=1.5,
-            loss="silent: the peer has been silent for 10.0 s",
-            loss_age_s=4.0,
-        ),
-        PeerView(
-            direction="sent",
-            engine_id=LONG,
-            ranks=(3,),
-            address="h",
-            met="it connected",
-            rate="tcp (observed), 5.0 GB/s",
-        ),
-    ),
+    loads=(LOAD,),
+    slots=({"direction": "receive", **SLOTS, "granted": 2}, {"direction": "send", **SLOTS}),
+    peers=(LOST, {**MET, "rate": "tcp (observed), 5.0 GB/s"}),
     tiers={"host": {"records": 12, "taken_bytes": 1 << 30, "limit_bytes": 1 << 31}, "store": {"link": "up"}},
-    latest=(RecordView(age_s=0.5, moment="late", digest="", request_id="", number=1884),),
+    latest=({"age_s": 0.5, "moment": "late", "digest": "", "request_id": "", "number": 1884},),
     is_last=True,
 )
 

@@ -26,8 +26,8 @@ def seen(worker, argument=""):
 
 
 def slots(worker, direction):
-    (found,) = (one for one in seen(worker).slots if one.direction == direction)
-    return found.free, found.ours, found.granted, found.quarantined
+    (found,) = (one for one in seen(worker).slots if one["direction"] == direction)
+    return tuple(found[state] for state in ("free", "ours", "granted", "quarantined"))
 
 
 @pytest.fixture
@@ -42,24 +42,28 @@ def test_a_request_is_seen_on_both_sides_at_each_stage(pair):
     pair.hold("a", (5, 6, 9))
     pair.run(4)
     (lease,) = seen(pair.prefill).leases
-    assert (lease.request_id, lease.state, lease.blocks, lease.tokens) == ("a", "held", 3, 12)
-    assert (lease.age_s, lease.left_s) == pytest.approx((4, 26), abs=0.1)
-    assert lease.digest == digest("handle-a")
+    assert (lease["request_id"], lease["state"], lease["blocks"], lease["tokens"]) == ("a", "held", 3, 12)
+    assert (lease["age_s"], lease["left_s"]) == pytest.approx((4, 26), abs=0.1)
+    assert lease["digest"] == digest("handle-a")
     pair.prefill.engine.hold()
     pair.load("a", (21, 3, 8))
     pair.run(2)
     (load,), (lease,) = seen(pair.decode).loads, seen(pair.prefill).leases
-    assert (load.request_id, load.engine_id, load.address) == ("a", "P", f"h:{pair.prefill.channel.port}")
-    assert (load.phase, load.landed_bytes) == ("asked", 0)
-    assert load.total_bytes == 3 * PAGE_BYTES * LAYERS
-    assert (load.age_s, load.left_s) == pytest.approx((2, 18), abs=0.1)
-    assert (load.digest, lease.state) == (lease.digest, "sending")
+    assert (load["request_id"], load["engine_id"], load["address"]) == (
+        "a",
+        "P",
+        f"h:{pair.prefill.channel.port}",
+    )
+    assert (load["phase"], load["landed_bytes"]) == ("asked", 0)
+    assert load["total_bytes"] == 3 * PAGE_BYTES * LAYERS
+    assert (load["age_s"], load["left_s"]) == pytest.approx((2, 18), abs=0.1)
+    assert (load["digest"], lease["state"]) == (lease["digest"], "sending")
     assert slots(pair.decode, "receive")[2] > 0
     assert slots(pair.prefill, "send")[2] > 0
     (source,), (inbound,) = seen(pair.decode).peers, seen(pair.prefill).peers
-    assert (source.direction, source.engine_id, source.ranks) == ("received", "P", (0,))
-    assert (source.met, source.loss) == ("a request named it", "")
-    assert (inbound.direction, inbound.engine_id) == ("sent", "D")
+    assert (source["direction"], source["engine_id"], source["ranks"]) == ("received", "P", [0])
+    assert (source["met"], "loss" in source) == ("a request named it", False)
+    assert (inbound["direction"], inbound["engine_id"]) == ("sent", "D")
     pair.prefill.engine.release()
     pair.run(1)
     assert (seen(pair.decode).loads, seen(pair.prefill).leases) == ((), ())
@@ -70,7 +74,7 @@ def test_a_load_that_waits_for_its_turn_says_so(pair):
     pair.load("a", (21,), ready=lambda: False)
     pair.decode.transfers.decode._config = ExtraConfig(max_loads=0)
     pair.run(0.1)
-    assert [load.phase for load in seen(pair.decode).loads] == ["waits for its turn"]
+    assert [load["phase"] for load in seen(pair.decode).loads] == ["waits for its turn"]
 
 
 def test_a_lost_peer_is_named_with_its_breaker_and_its_slots_are_in_quarantine(pair):
@@ -80,10 +84,10 @@ def test_a_lost_peer_is_named_with_its_breaker_and_its_slots_are_in_quarantine(p
     pair.cut()
     pair.run(12)
     (peer,) = seen(pair.decode).peers
-    assert peer.loss.startswith(f"{PeerLoss.SILENT.name.lower()}: ")
-    assert 0 < peer.loss_age_s < 12
-    assert peer.failures > 0
-    assert peer.met == ""
+    assert peer["loss"].startswith(f"{PeerLoss.SILENT.name.lower()}: ")
+    assert 0 < peer["loss_age_s"] < 12
+    assert peer["failures"] > 0
+    assert peer["met"] == ""
     assert slots(pair.decode, "receive")[3] > 0
 
 
@@ -104,7 +108,7 @@ def test_ten_thousand_leases_are_read_in_pages_that_take_little_time(pair):
         page = read_answer(data, Inspection)
         assert len(page.leases) <= MOST_PER_PAGE
         found += page.leases
-    assert [lease.request_id for lease in found] == [hold.request_id for hold in holds]
+    assert [lease["request_id"] for lease in found] == [hold.request_id for hold in holds]
     # A millisecond as a rule: what others do on this machine disturbs some.
     assert sorted(took_s)[len(took_s) // 2] < 5e-3
 

@@ -155,10 +155,10 @@ def test_what_a_worker_holds_is_read_over_the_side_channel(worker, capsys):
     described, found = look(extra, keyring, address, whole=True)
     assert (described.role, found.engine_id, found.rank) == ("kv_both", worker._config.engine_id, 0)
     assert found.counts["leases"] == 600
-    assert [lease.request_id for lease in found.leases] == [hold.request_id for hold in holds]
+    assert [lease["request_id"] for lease in found.leases] == [hold.request_id for hold in holds]
     assert found.tiers == {"host": {"records": 3}}
-    assert [one.direction for one in found.slots] == ["receive", "send"]
-    assert Moment.HELD in {one.moment for one in found.latest}
+    assert [one["direction"] for one in found.slots] == ["receive", "send"]
+    assert Moment.HELD in {one["moment"] for one in found.latest}
     assert len(look(extra, keyring, address, whole=False)[1].leases) < 600, "one page"
     assert run_inspect([":".join(map(str, address))], extra, watch=False, json_output=True) == 0
     assert len(json.loads(capsys.readouterr().out)["holds"]["leases"]) == 600

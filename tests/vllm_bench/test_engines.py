@@ -109,21 +109,21 @@ def test_a_worker_shows_its_leases_peers_and_tiers(begun):
     prompt = list(range(60))
     params = prefill.prefilled("a", prompt)
     described, found = seen(prefill)
-    while not found.leases or found.leases[0].state != "held":
+    while not found.leases or found.leases[0]["state"] != "held":
         # What holds it comes with the orders of a later step.
         prefill.step()
         described, found = seen(prefill)
     assert (described.role, found.engine_id) == ("kv_producer", "prefill")
     assert "vllm" in described.versions
     (lease,) = found.leases
-    assert lease.request_id.startswith("a")
+    assert lease["request_id"].startswith("a")
     # D computes the last token of the prompt itself.
-    assert (lease.tokens, lease.blocks > 0) == (len(prompt) - 1, True)
+    assert (lease["tokens"], lease["blocks"] > 0) == (len(prompt) - 1, True)
     decode.add("a", prompt, 3, params)
     decode.complete("a", prefill)
     (described, found), (_, sent) = seen(decode), seen(prefill)
     assert described.role == "kv_consumer"
-    assert [(peer.engine_id, peer.direction) for peer in found.peers] == [("prefill", "received")]
+    assert [(peer["engine_id"], peer["direction"]) for peer in found.peers] == [("prefill", "received")]
     assert (found.leases, found.loads, sent.leases) == ((), (), ())
     host = sent.tiers["host"]
     assert 0 < host["taken_bytes"] <= host["limit_bytes"] <= 1 << 20
