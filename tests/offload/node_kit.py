@@ -79,7 +79,7 @@ def patient(client: Keeper, learns: bool = False) -> Keeper:
     if not learns:
         pulls._rate.measured(COMPUTES_PER_S, 1.0)
         pulls._rate.measured = lambda num_tokens, seconds: None
-    finds = client.engine.worker.transfer._transfers.decode.finds
+    finds = client.engine.worker.transfer.decode.finds
     finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
     return client
 

@@ -12,7 +12,7 @@ from tests.transfer.pair import D_IDS, P_IDS, Pair
 def draining(**config):
     pair = Pair(ExtraConfig(**config))
     ended = []
-    drain = pair.prefill.transfers.drain
+    drain = pair.prefill.transfers.quiesce
     return pair, ended, lambda: drain(lambda: ended.append(pair.clock.now), STOPPING, pair.config.drain_s)
 
 

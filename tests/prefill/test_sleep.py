@@ -12,7 +12,7 @@ from tests.transfer.pair import D_IDS, OTHER, P_IDS
 def sleeping(pair):
     """Have P sleep; what it is told once nothing of it touches pages."""
     told = []
-    pair.prefill.transfers.drain(lambda: told.append(0), ASLEEP, 0.0)
+    pair.prefill.transfers.quiesce(lambda: told.append(0), ASLEEP, 0.0)
     return told
 
 
