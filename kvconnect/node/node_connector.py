@@ -35,7 +35,6 @@ from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
-from kvconnect.peer.keyring import names_key
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, RankCache, RequestView, StackTraits
 
@@ -128,9 +127,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
             cache.config,
             _traits(options, named, stated),
             directory=() if address is None else (address,),
-            trust=configured_trust(config, os.environ, time.time)
-            if names_key(config.extra, os.environ) or address is not None
-            else None,
+            trust=configured_trust(config, os.environ, time.time),
             kept=blocks,
             shared=functools.partial(SharedPrefixes, requirements.groups, _content_hashes, pool)
             if shares
