@@ -30,23 +30,16 @@ class KeptCache:
 
 
 @dataclass(frozen=True)
-class SharedCache:
-    """How peers may name the blocks of a rank's prefix cache, and which of them a hit needs."""
-
-    naming: Naming
-    requirements: HitRequirements
-
-
-@dataclass(frozen=True)
 class SentCache:
     """The caches of which a rank sends blocks to peers, and the meaning that peers must agree on.
 
-    ``shared``: None where peers fetch under handles only, or by name from the offload.
+    ``shared``: how peers may name the blocks of the stack's prefix cache, and which of them a hit needs; None
+    where peers fetch under handles only, or by name from the offload.
     """
 
     cache: RankCache
     meaning: CacheMeaning
-    shared: SharedCache | None = None
+    shared: tuple[Naming, HitRequirements] | None = None
 
 
 @dataclass(frozen=True)

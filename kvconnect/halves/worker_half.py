@@ -137,8 +137,7 @@ class TransferWorker(WorkerTransfers):
         if sent.shared is not None:
             from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 
-            named = sent.shared.naming, sent.shared.requirements
-            kept = shared = PrefixBlocks(*named, table, cache.config.num_blocks, kept)
+            kept = shared = PrefixBlocks(*sent.shared, table, cache.config.num_blocks, kept)
         if kept is not None:
             local.keep(kept)
         if offload is not None and offload.load_rows is not None:

@@ -19,7 +19,7 @@ from kvconnect.halves.building import (
     build_worker_half,
     configured_trust,
 )
-from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache, SharedCache
+from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.node.block_manager import HASH_SCHEME, BlockPool
@@ -107,8 +107,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
         )
     # A state group turns prefix reuse off.
     shares = config.extra.share_prefix_cache and not any(group.is_state for group in cache.config.groups)
-    shared = SharedCache(named, requirements) if shares else None
-    sent = SentCache(rank, CacheMeaning(stated, None, 1), shared)
+    sent = SentCache(rank, CacheMeaning(stated, None, 1), (named, requirements) if shares else None)
     worker = build_worker_half(config, RankTraits(sent=sent, kept=kept))
     with contextlib.ExitStack() as opened:
         # On failure a folder on disk must not stay locked, nor memory stay allocated.

@@ -20,7 +20,7 @@ from kvconnect.halves.building import (
     build_worker_half,
     configured_trust,
 )
-from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache, SharedCache
+from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
 from kvconnect.peer.messages import CacheMeaning
@@ -190,7 +190,7 @@ def make_worker_half(
         )
         shared = None
         if (own := settings.shared_naming(vllm_config, kv_cache_config, config, named, None)) is not None:
-            shared = SharedCache(own, hit_requirements(vllm_config, kv_cache_config))
+            shared = own, hit_requirements(vllm_config, kv_cache_config)
         sent = SentCache(cache, meaning, shared)
     return build_worker_half(config, RankTraits(rank, ranks.size, reserved_bytes, sent, kept))
 
