@@ -49,8 +49,8 @@ class Keeper(Client):
         assert self.held == 0
 
     def busy(self) -> dict[str, int]:
-        state = self.engine.offload_state
-        return {} if state is None else state()["busy"]
+        state = self.engine.offload_state()
+        return {} if state is None else state["busy"]
 
     def ask(self, prompt: list[int], max_tokens: int = 8, params: dict | None = None) -> list[int]:
         """The tokens of one request, and its drafts, when all of it has been kept."""
