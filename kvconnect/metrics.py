@@ -80,6 +80,28 @@ class Number:
             self._seen = value
 
 
+class Observations(Number):
+    """The observations of a histogram that the reader of ``MetricSet.changes`` has not seen yet."""
+
+    __slots__ = ("_unseen",)
+
+    def __init__(self, owner: MetricSet, family: Family, labels: tuple[str, ...] = ()) -> None:
+        super().__init__(owner, family, labels)
+        # Without a reader the oldest are dropped.
+        self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self._unseen.append(value)
+        self.note()
+
+    def take(self, changes: Changes) -> None:
+        """Add the observations since the last call to ``changes``."""
+        self._is_noted = False
+        if values := [self._unseen.popleft() for _ in range(len(self._unseen))]:
+            changes.observed[self.family.name] = values
+
+
 class Numbers:
     """The numbers of one family."""
 
@@ -94,7 +116,8 @@ class Numbers:
         if found is None:
             if len(values) != len(self.family.labels):
                 raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
-            found = self._numbers[values] = Number(self._owner, self.family, values)
+            kind = Observations if self.family.kind == "histogram" else Number
+            found = self._numbers[values] = kind(self._owner, self.family, values)
             if values and self.family.kind == "gauge":
                 # Shown from now on, even if it stays 0.
                 found.note()
@@ -103,30 +126,6 @@ class Numbers:
     def values(self) -> dict[tuple[str, ...], float]:
         """All present numbers. For any thread: a dict is copied atomically."""
         return {labels: number.value for labels, number in self._numbers.copy().items()}
-
-
-class Observations:
-    """The observations of a histogram that the reader of ``MetricSet.changes`` has not seen yet."""
-
-    def __init__(self, owner: MetricSet, family: Family) -> None:
-        self.family = family
-        # Without a reader the oldest are dropped.
-        self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
-        self._owner = owner
-        self._is_noted = False
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self._unseen.append(value)
-        if not self._is_noted:
-            self._is_noted = True
-            self._owner.changed.append(self)
-
-    def take(self, changes: Changes) -> None:
-        """Add the observations since the last call to ``changes``."""
-        self._is_noted = False
-        if values := [self._unseen.popleft() for _ in range(len(self._unseen))]:
-            changes.observed[self.family.name] = values
 
 
 @dataclass(frozen=True)
@@ -228,9 +227,8 @@ class MetricSet:
     """
 
     def __init__(self) -> None:
-        self.changed: deque[Number | Observations] = deque()
+        self.changed: deque[Number] = deque()
         self.families: dict[str, Numbers] = {}
-        self.histograms: dict[str, Observations] = {}
         for name, declared in self._bodies():
             if isinstance(declared, Family):
                 setattr(self, name, self._numbers(declared))
@@ -254,9 +252,7 @@ class MetricSet:
             if not name.startswith("_") and isinstance(declared, (Family, dict)):
                 yield name, declared
 
-    def _numbers(self, family: Family) -> Numbers | Number | Observations:
-        if family.kind == "histogram":
-            return self.histograms.setdefault(family.name, Observations(self, family))
+    def _numbers(self, family: Family) -> Numbers | Number:
         numbers = self.families.setdefault(family.name, Numbers(self, family))
         return numbers if family.labels else numbers.labels()
 

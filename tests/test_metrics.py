@@ -36,11 +36,7 @@ def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
 
 def write(metrics: MetricSet, one: tuple) -> None:
     family, labels, (verb, value) = one
-    is_histogram = family.kind == "histogram"
-    target = (
-        metrics.histograms[family.name] if is_histogram else metrics.families[family.name].labels(*labels)
-    )
-    getattr(target, verb)(value)
+    getattr(metrics.families[family.name].labels(*labels), verb)(value)
 
 
 def samples(registry: CollectorRegistry) -> dict:
