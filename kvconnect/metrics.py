@@ -76,7 +76,7 @@ class Number:
             # A copy: changes reported before must not alter.
             changes.gauges[name] = {**changes.gauges[name], self._labels: value}
         elif growth := value - self._seen:
-            changes.counters.setdefault(name, {})[self._labels] = growth
+            add_to(changes.counters.setdefault(name, {}), {self._labels: growth})
             self._seen = value
 
 
@@ -139,17 +139,6 @@ class Changes:
     counters: dict[str, dict[str, float]]
     gauges: dict[str, dict[str, float]]
     observed: dict[str, list[float]]
-
-
-def merge_changes(first: Changes | None, second: Changes | None) -> Changes | None:
-    """The sum of the changes of two parts of a worker, which share no gauge and no histogram."""
-    if first is None or second is None:
-        return first or second
-    counters = {**first.counters, **second.counters}
-    for name in first.counters.keys() & second.counters.keys():
-        counters[name] = dict(first.counters[name])
-        add_to(counters[name], second.counters[name])
-    return Changes(counters, {**first.gauges, **second.gauges}, {**first.observed, **second.observed})
 
 
 def add_to(total: dict[K, float], more: Mapping[K, float]) -> None:
@@ -256,14 +245,19 @@ class MetricSet:
         numbers = self.families.setdefault(family.name, Numbers(self, family))
         return numbers if family.labels else numbers.labels()
 
-    def changes(self) -> Changes | None:
-        """The changes since the last call, or None. For one reader, on any one thread."""
+    def changes(self, more: Changes | None = None) -> Changes | None:
+        """The changes since the last call, or None. For one reader, on any one thread.
+
+        They are added to ``more``, the changes of another part of the worker, which shares no gauge and no
+        histogram with this one.
+        """
         if not self.changed:
-            return None
-        changes = Changes({}, self._gauges.copy(), {})
+            return more
+        changes = more or Changes({}, {}, {})
+        changes.gauges.update(self._gauges)
         for _ in range(len(self.changed)):
             self.changed.popleft().take(changes)
-        self._gauges = changes.gauges.copy()
+        self._gauges = {name: changes.gauges[name] for name in self._gauges}
         return changes
 
 

@@ -23,7 +23,7 @@ from kvconnect.errors import LocalError
 from kvconnect.halves.inspection_page import write_inspection
 from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_transfers import WorkerTransfers
-from kvconnect.metrics import Changes, Metrics, merge_changes
+from kvconnect.metrics import Changes, Metrics
 from kvconnect.outcome import Reason
 from kvconnect.packages import package_versions
 from kvconnect.peer import description, inspection, timeline_page
@@ -333,7 +333,7 @@ class WorkerHalf:
     def changes(self) -> Changes | None:
         """The changes of the metrics since the last call, or None. From any one thread."""
         sent = None if self.transfer is None else self.transfer.changes()
-        return merge_changes(sent, None if self.offload is None else self.offload.changes())
+        return sent if self.offload is None else self.offload.changes(sent)
 
     def state(self) -> dict[str, Any]:
         """Counts of leases, loads, slots and jobs, for people and tests. All zero when idle."""
