@@ -76,8 +76,30 @@ class Number:
             # A copy: changes reported before must not alter.
             changes.gauges[name] = {**changes.gauges[name], self._labels: value}
         elif growth := value - self._seen:
-            changes.counters.setdefault(name, {})[self._labels] = growth
+            add_to(changes.counters.setdefault(name, {}), {self._labels: growth})
             self._seen = value
+
+
+class Observations(Number):
+    """The observations of a histogram that the reader of ``MetricSet.changes`` has not seen yet."""
+
+    __slots__ = ("_unseen",)
+
+    def __init__(self, owner: MetricSet, family: Family, labels: tuple[str, ...] = ()) -> None:
+        super().__init__(owner, family, labels)
+        # Without a reader the oldest are dropped.
+        self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self._unseen.append(value)
+        self.note()
+
+    def take(self, changes: Changes) -> None:
+        """Add the observations since the last call to ``changes``."""
+        self._is_noted = False
+        if values := [self._unseen.popleft() for _ in range(len(self._unseen))]:
+            changes.observed[self.family.name] = values
 
 
 class Numbers:
@@ -94,7 +116,8 @@ class Numbers:
         if found is None:
             if len(values) != len(self.family.labels):
                 raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
-            found = self._numbers[values] = Number(self._owner, self.family, values)
+            kind = Observations if self.family.kind == "histogram" else Number
+            found = self._numbers[values] = kind(self._owner, self.family, values)
             if values and self.family.kind == "gauge":
                 # Shown from now on, even if it stays 0.
                 found.note()
@@ -103,30 +126,6 @@ class Numbers:
     def values(self) -> dict[tuple[str, ...], float]:
         """All present numbers. For any thread: a dict is copied atomically."""
         return {labels: number.value for labels, number in self._numbers.copy().items()}
-
-
-class Observations:
-    """The observations of a histogram that the reader of ``MetricSet.changes`` has not seen yet."""
-
-    def __init__(self, owner: MetricSet, family: Family) -> None:
-        self.family = family
-        # Without a reader the oldest are dropped.
-        self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
-        self._owner = owner
-        self._is_noted = False
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self._unseen.append(value)
-        if not self._is_noted:
-            self._is_noted = True
-            self._owner.changed.append(self)
-
-    def take(self, changes: Changes) -> None:
-        """Add the observations since the last call to ``changes``."""
-        self._is_noted = False
-        if values := [self._unseen.popleft() for _ in range(len(self._unseen))]:
-            changes.observed[self.family.name] = values
 
 
 @dataclass(frozen=True)
@@ -140,17 +139,6 @@ class Changes:
     counters: dict[str, dict[str, float]]
     gauges: dict[str, dict[str, float]]
     observed: dict[str, list[float]]
-
-
-def merge_changes(first: Changes | None, second: Changes | None) -> Changes | None:
-    """The sum of the changes of two parts of a worker, which share no gauge and no histogram."""
-    if first is None or second is None:
-        return first or second
-    counters = {**first.counters, **second.counters}
-    for name in first.counters.keys() & second.counters.keys():
-        counters[name] = dict(first.counters[name])
-        add_to(counters[name], second.counters[name])
-    return Changes(counters, {**first.gauges, **second.gauges}, {**first.observed, **second.observed})
 
 
 def add_to(total: dict[K, float], more: Mapping[K, float]) -> None:
@@ -228,9 +216,8 @@ class MetricSet:
     """
 
     def __init__(self) -> None:
-        self.changed: deque[Number | Observations] = deque()
+        self.changed: deque[Number] = deque()
         self.families: dict[str, Numbers] = {}
-        self.histograms: dict[str, Observations] = {}
         for name, declared in self._bodies():
             if isinstance(declared, Family):
                 setattr(self, name, self._numbers(declared))
@@ -254,20 +241,23 @@ class MetricSet:
             if not name.startswith("_") and isinstance(declared, (Family, dict)):
                 yield name, declared
 
-    def _numbers(self, family: Family) -> Numbers | Number | Observations:
-        if family.kind == "histogram":
-            return self.histograms.setdefault(family.name, Observations(self, family))
+    def _numbers(self, family: Family) -> Numbers | Number:
         numbers = self.families.setdefault(family.name, Numbers(self, family))
         return numbers if family.labels else numbers.labels()
 
-    def changes(self) -> Changes | None:
-        """The changes since the last call, or None. For one reader, on any one thread."""
+    def changes(self, more: Changes | None = None) -> Changes | None:
+        """The changes since the last call, or None. For one reader, on any one thread.
+
+        They are added to ``more``, the changes of another part of the worker, which shares no gauge and no
+        histogram with this one.
+        """
         if not self.changed:
-            return None
-        changes = Changes({}, self._gauges.copy(), {})
+            return more
+        changes = more or Changes({}, {}, {})
+        changes.gauges.update(self._gauges)
         for _ in range(len(self.changed)):
             self.changed.popleft().take(changes)
-        self._gauges = changes.gauges.copy()
+        self._gauges = {name: changes.gauges[name] for name in self._gauges}
         return changes
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.addresses import split_address
-from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, Limits, OffloadConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 
 FULL = {
@@ -72,16 +73,10 @@ def test_what_is_wrong_is_named(change, match):
     [
         ({"engin": "nixl"}, r"did you mean 'engine'"),
         ({"engine": "ucx"}, r"'ucx': accepted: auto, memory, mooncake, nixl, none"),
-        ({"num_slots": 0}, r"num_slots is 0: Expected `int` >= 1"),
         ({"slot_bytes": 1000}, r"slot_bytes is 1000: .*multiple of 4096"),
         ({"port": "5600"}, r"port is '5600': Expected `int`"),
         ({"port": 70000}, r"port is 70000: Expected `int` <= 65535"),
-        ({"peer_timeout_s": 0}, r"\.peer_timeout_s is 0: Expected `float` >"),
-        ({"transfer_timeout_s": -1}, r"\.transfer_timeout_s is -1: Expected"),
-        ({"lease_s": 0}, r"lease_s is 0: Expected `float` > 0"),
-        ({"max_inflight_bytes": 0}, r"max_inflight_bytes is 0: Expected `int` >"),
         ({"max_loads": 1}, r"has no key 'max_loads'"),
-        ({"stream_min_tokens": -1}, r"stream_min_tokens is -1: Expected `int` >= 0"),
         ({"host": "0.0.0.0"}, r"host is '0.0.0.0', which peers cannot"),
         (
             {"insecure": True, "host": "10.0.0.1"},
@@ -90,17 +85,44 @@ def test_what_is_wrong_is_named(change, match):
         ({"insecure": True, "host": "a.name"}, r"insecure is true, and host or bind is 'a.name'"),
         ({"key_file": "a", "keys_dir": "b"}, r"has key_file and keys_dir; accepted: one of them"),
         ({"insecure": True, "key_file": "a"}, r"has insecure and key_file"),
-        ({"allow_peers": "a"}, r"allow_peers is 'a': Expected `array`"),
         ({"load_timeout_s": 1}, r"load_timeout_s is 1.0.*half of peer_timeout_s"),
         ({"lease_max_s": 1}, r"lease_max_s is 1.0.*at least lease_s"),
         ({"warm_peers": ["h"]}, r"warm_peers names 'h', accepted: host:port"),
-        ({"warm_peers": ["h:0"]}, r"warm_peers names 'h:0'"),
+        ({"offload": {}}, r"offload.cpu_bytes is missing; it has no default"),
+        ({"offload": [1]}, r"offload is \[1\], it must be an object of settings"),
         ({"path": "packed"}, r"path is 'packed', and is no setting any more: .* leave it out"),
     ],
 )
 def test_what_is_wrong_with_a_setting_is_named(extra, match):
     with pytest.raises(ConfigError, match=r"kv_connector_extra_config.*" + match):
         parse_kv_transfer_config({**FULL, "kv_connector_extra_config": extra})
+
+
+ZERO_IS_FINE = {
+    *("port", "bootstrap_port", "min_gb_per_s", "slot_bytes", "stream_min_tokens", "checkpoint_tokens"),
+    *("disk_bytes", "store_bytes", "pin_quota", "peer_share", "park_share", "park_after_s"),
+}
+"""Of all other numbers the least is 1, or more than 0."""
+
+
+@pytest.mark.parametrize("value", [-1, 0, [{}]])
+def test_a_setting_of_a_wrong_type_or_out_of_its_bounds_is_named(value):
+    wrong = {}
+    for kind in (ExtraConfig, OffloadConfig):
+        hidden = {*Limits.__struct_fields__, "offload"}
+        fields = [field for field in msgspec.structs.fields(kind) if field.name not in hidden]
+        if value != [{}]:
+            no_default = {"cpu_bytes", "peer_share"}
+            fields = [one for one in fields if type(one.default) in (int, float) or one.name in no_default]
+        wrong[kind] = {one.name: value for one in fields if value or one.name not in ZERO_IS_FINE}
+    offload = {"cpu_bytes": 1, **wrong[OffloadConfig]}
+    with pytest.raises(ConfigError) as caught:
+        parse_kv_transfer_config(with_offload(offload, **wrong[ExtraConfig]))
+    named = {*wrong[ExtraConfig], *(f"offload.{name}" for name in wrong[OffloadConfig])}
+    assert not [
+        name for name in named if f"kv_connector_extra_config.{name} is {value}: " not in str(caught.value)
+    ]
+    assert len(named) > 10
 
 
 def test_all_mistakes_are_named_at_once():
@@ -138,22 +160,13 @@ OFFLOAD = {
     "cpu_bytes": 8 * GIB,
     "shares": [0.75, 0.25],
     "decoded": False,
-    "checkpoint_tokens": 0,
-    "min_tokens": 64,
     "wait_s": 1,
     "disk_path": "/var/cache/kv",
     "disk_bytes": 64 * GIB,
-    "max_queued_bytes": GIB,
     "store": "10.0.0.1:50051",
-    "store_metadata": "http://10.0.0.1:8080/metadata",
     "store_protocol": "rdma",
     "store_bytes": GIB,
-    "salt": "tenant",
-    "pin_quota": 0.5,
     "peer_share": 0.125,
-    "tenant_key": "tenant",
-    "park_share": 0.25,
-    "park_after_s": 1.5,
 }
 
 
@@ -161,8 +174,7 @@ def with_offload(offload, **extra):
     return {"kv_role": "kv_both", "kv_connector_extra_config": {**extra, "offload": offload}}
 
 
-def test_every_key_of_offload_is_read():
-    assert set(OFFLOAD) == set(OffloadConfig.__struct_fields__)
+def test_a_key_of_offload_is_read_whatever_its_type():
     offload = parse_kv_transfer_config(json.dumps(with_offload(OFFLOAD))).extra.offload
     assert offload is not None
     for name, value in OFFLOAD.items():
@@ -209,73 +221,40 @@ def test_a_node_that_does_nothing_is_refused(extra):
     ("change", "match"),
     [
         ({"cpu_byte": 1}, r"no key 'cpu_byte' \(its value is 1\).*did you mean 'cpu_bytes'\?.*disk_path"),
-        ({"cpu_bytes": None}, r"offload.cpu_bytes is None: Expected `int`"),
-        ({"cpu_bytes": 0}, r"offload.cpu_bytes is 0: Expected `int` >= 1"),
         ({"shares": [0.5, 0]}, r"shares is \[0.5, 0\]: Expected `float` > 0"),
-        ({"shares": [0.5, -0.1]}, r"shares is \[0.5, -0.1\]"),
         ({"shares": [0.5, 0.6]}, r"shares is \[0.5, 0.6\], which adds up to 1.1"),
         ({"shares": [2.0]}, r"shares is \[2.0\]: Expected `float` <= 1"),
-        ({"shares": 0.5}, r"shares is 0.5: Expected `array`"),
-        ({"decoded": 1}, r"decoded is 1: Expected `bool`"),
-        ({"checkpoint_tokens": -1}, r"checkpoint_tokens is -1: Expected `int` >= 0"),
-        ({"min_tokens": 0}, r"min_tokens is 0: Expected `int` >= 1"),
-        ({"wait_s": 0}, r"offload.wait_s is 0: Expected `float` > 0"),
         ({"disk_path": ""}, r"disk_bytes is \d+ and there is no disk_path; accepted: both, or neither"),
-        ({"disk_bytes": 0}, r"disk_bytes is 0, with disk_path it must be at least 1048576"),
         ({"disk_bytes": (1 << 20) - 1}, r"disk_bytes is 1048575, .* at least 1048576"),
-        ({"disk_bytes": -1}, r"disk_bytes is -1: Expected `int` >= 0"),
-        ({"max_queued_bytes": 0}, r"offload.max_queued_bytes is 0: Expected `int` >= 1"),
         ({"store": "master"}, r"store is 'master', accepted: host:port, and '' for no store"),
         ({"store": "master:0"}, r"store is 'master:0', accepted: host:port"),
         ({"store": ""}, r"store_bytes is 1073741824 and there is no store; accepted: both, or neither"),
         ({"store_metadata": ""}, r"store_metadata is empty; accepted: P2PHANDSHAKE"),
         ({"store_protocol": "udp"}, r"store_protocol is 'udp': accepted: rdma, tcp"),
-        ({"store_bytes": -1}, r"store_bytes is -1: Expected `int` >= 0"),
-        ({"salt": 7}, r"salt is 7: Expected `str`"),
     ],
 )
 def test_what_is_wrong_with_offload_is_named(change, match):
-    with pytest.raises(
-        ConfigError, match=r"kv_connector_extra_config\.offload.*" + match.removeprefix("offload.")
-    ):
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.offload.*" + match):
         parse_kv_transfer_config(with_offload({**OFFLOAD, **change}))
 
 
-@pytest.mark.parametrize(
-    ("offload", "match"),
-    [
-        ({}, r"offload.cpu_bytes is missing; it has no default"),
-        ([1], r"offload is \[1\], it must be an object of settings"),
-        (True, r"offload is True, it must be an object"),
-    ],
-)
-def test_an_offload_that_is_none(offload, match):
-    with pytest.raises(ConfigError, match=match):
-        parse_kv_transfer_config(with_offload(offload))
-
-
-@pytest.mark.parametrize(
-    ("address", "split"),
-    [
-        ("host:1", ("host", 1)),
-        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
-        ("[::1]:80", ("::1", 80)),
-        ("::1:80", ("::1", 80)),
-        ("", None),
-        ("host", None),
-        ("host:", None),
-        (":80", None),
-        ("[]:80", None),
-        ("host:0", None),
-        ("host:-1", None),
-        ("host:65536", None),
-        ("host:" + "9" * 5000, None),
-        ("host:port", None),
-        ("host:80 ", None),
-    ],
-)
-def test_an_address_is_split_where_it_is_one(address, split):
-    assert split_address(address) == split
+def test_an_address_is_split_where_it_is_one():
+    for address in (("host", 1), ("10.0.0.1", 65535), ("::1", 80)):
+        assert split_address("{}:{}".format(*address)) == address
+    assert split_address("[::1]:80") == ("::1", 80)
+    for text in (
+        "",
+        "host",
+        "host:",
+        ":80",
+        "[]:80",
+        "host:0",
+        "host:-1",
+        "host:65536",
+        "host:" + "9" * 5000,
+    ):
+        assert split_address(text) is None
+    assert split_address("host:port") is split_address("host:80 ") is None
 
 
 json_values = st.recursive(

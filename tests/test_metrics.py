@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, Series, merge_changes, summarize
+from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, Series, summarize
 from kvconnect.node.children import parse_metrics
 from tests.call_count import calls_of
 
@@ -36,11 +36,7 @@ def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
 
 def write(metrics: MetricSet, one: tuple) -> None:
     family, labels, (verb, value) = one
-    is_histogram = family.kind == "histogram"
-    target = (
-        metrics.histograms[family.name] if is_histogram else metrics.families[family.name].labels(*labels)
-    )
-    getattr(target, verb)(value)
+    getattr(metrics.families[family.name].labels(*labels), verb)(value)
 
 
 def samples(registry: CollectorRegistry) -> dict:
@@ -128,18 +124,17 @@ def test_nothing_is_lost_that_is_written_while_changes_are_taken():
 
 def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
     transfers, tiers = Metrics(), OffloadMetrics()
-    assert merge_changes(transfers.changes(), tiers.changes()) is None
+    assert tiers.changes(transfers.changes()) is None
     transfers.failures.labels("load").inc(2)
     transfers.load_seconds.observe(0.5)
     alone = transfers.changes()
-    assert merge_changes(alone, None) is alone
-    assert merge_changes(None, alone) is alone
+    assert tiers.changes(alone) is alone
     tiers.failures.labels("load").inc(3)
     tiers.failures.labels("disk_full").inc()
     tiers.moved("stored", "cpu", 4, 4096, 0.25)
     tiers.moved("missed", "disk", 0, 0)
     tiers.open["store"].set(7)
-    both = merge_changes(alone, tiers.changes())
+    both = tiers.changes(alone)
     assert both.counters == {
         "failures": {"load": 5, "disk_full": 1},
         "offload_rows": {"stored,cpu": 4},
@@ -151,6 +146,8 @@ def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
     assert both.gauges["leases_held"] == {"": 0}
     assert both.gauges["link_bytes_per_second"] == {}
     assert both.observed == {"load_seconds": [0.5]}
+    tiers.open["seek"].set(1)
+    assert "leases_held" not in tiers.changes().gauges
 
 
 def test_a_counter_never_shrinks():

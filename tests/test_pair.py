@@ -37,7 +37,6 @@ from tests.pair_kit import (
     tokens,
     until,
 )
-from tests.peer.keys import introduce, make_folder
 from tests.ports import free_port
 
 PROMPT = list(range(1, 201))
@@ -150,9 +149,6 @@ def signed_anew(params, **change):
     return {**params, **repeated, "kvconnect_handle": handles.make(claims)}
 
 
-ELSEWHERE = {"remote_host": "192.0.2.1", "remote_port": 1}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -164,12 +160,6 @@ ELSEWHERE = {"remote_host": "192.0.2.1", "remote_port": 1}
 def test_parameters_of_no_use_are_refused_by_name(nodes, change, said, request):
     prompt = prompt_of(200, request.node.name)
     assert said in refused(nodes["decode"], change(prefilled(nodes["prefill"], prompt)), prompt)
-
-
-def test_a_client_cannot_send_d_to_another_address(nodes):
-    prompt = prompt_of(200, "elsewhere")
-    params = {**prefilled(nodes["prefill"], prompt), **ELSEWHERE}
-    assert tokens(nodes["decode"], prompt, kv_transfer_params=params), "the handle says where it is"
 
 
 @pytest.mark.parametrize("length", [201, 200])
@@ -279,52 +269,3 @@ def test_what_is_held_can_be_fetched_before_the_node_ends(tmp_path, is_fetched):
             assert tokens(urls[1], PROMPT, kv_transfer_params=params) == expected
         # Nothing is held any more, or not for longer than it may.
         assert prefill.process.wait(18) == 0
-
-
-# --- nodes with keys of their own ---
-
-
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory):
-    """P, a D that it knows, and one that it does not; and the folders of their keys."""
-    folder = tmp_path_factory.mktemp("keys")
-    publics = {name: make_folder(folder / name) for name in ("p", "known", "stranger")}
-    introduce(folder / "p", "known", publics["known"], "192.0.2.1")
-    for name in ("known", "stranger"):
-        introduce(folder / name, "p", publics["p"], "127.0.0.0/8")
-    with Children(tmp_path_factory.mktemp("keyed")) as children:
-        started = {}
-        for name in ("p", "known", "stranger"):
-            role = "kv_producer" if name == "p" else "kv_consumer"
-            settings = {"lease_s": 10, "peer_timeout_s": 4, "keys_dir": str(folder / name)}
-            started[name] = serve(children, name, role, "--num-threads", "1", **settings)
-        urls = {name: child.wait_ready() for name, child in started.items()}
-        yield {**urls, "folder": folder, "publics": publics}
-
-
-def fetched(nodes, name, seed):
-    prompt = prompt_of(200, seed)
-    return tokens(nodes[name], prompt, kv_transfer_params=prefilled(nodes["p"], prompt))
-
-
-def test_who_is_known_is_served(keyed):
-    before = read_metrics(keyed["known"])
-    assert fetched(keyed, "known", 1)
-    assert grown(keyed["known"], before, "transfer_bytes_total", direction="received") > 0
-
-
-def test_who_is_not_known_is_told_so_until_it_is_added_while_both_run(keyed):
-    before = read_metrics(keyed["p"])
-    with pytest.raises(BadAnswer, match="does not admit our public key"):
-        fetched(keyed, "stranger", 2)
-    assert grown(keyed["p"], before, "failures_total", reason="client_not_admitted") > 0
-    introduce(keyed["folder"] / "p", "stranger", keyed["publics"]["stranger"], "192.0.2.2")
-
-    def is_served():
-        # The peer that failed may be given a pause.
-        try:
-            return fetched(keyed, "stranger", 3)
-        except BadAnswer:
-            return False
-
-    until(is_served, 20, every_s=0.5)

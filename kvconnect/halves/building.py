@@ -27,7 +27,7 @@ from kvconnect.halves.worker_half import TransferWorker, WorkerHalf
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.handles import Handles, PeerTrust, new_handle
-from kvconnect.peer.keyring import load_keyring
+from kvconnect.peer.keyring import load_keyring, names_key
 from kvconnect.prefill.prefill_requests import PrefillRequests
 from kvconnect.transfer.orders import OrdersDraft
 from kvconnect.transfer.stack import StackTraits
@@ -55,11 +55,13 @@ class Trust(NamedTuple):
 def configured_trust(config: TransferConfig, environ: Mapping[str, str], clock: Callable[[], float]) -> Trust:
     """The trust of a configuration: the secret from files or ``environ``, and the allowed peers.
 
+    A node without an engine has a secret, for receipts, only where a key is named.
     Raises ``ConfigError``: keys or allowed peers are not valid.
     """
-    keyring = load_keyring(config.extra, environ)
+    extra = config.extra
+    keyring = load_keyring(extra, environ) if extra.engine != "none" or names_key(extra, environ) else None
     handles = Handles(keyring.handle_secret if keyring else b"", clock)
-    peers = PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers)
+    peers = PeerTrust(AllowList(extra.allow_peers), extra.max_peers)
     return Trust(handles, peers, keyring.receipt_secret if keyring else b"")
 
 

@@ -8,12 +8,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from kvconnect.addresses import RankAddress, join_address
 from kvconnect.cache.identity import Identity
@@ -24,7 +23,7 @@ from kvconnect.errors import LocalError
 from kvconnect.halves.inspection_page import write_inspection
 from kvconnect.halves.rank_traits import RankTraits, SentCache
 from kvconnect.halves.worker_transfers import WorkerTransfers
-from kvconnect.metrics import Changes, Metrics, merge_changes
+from kvconnect.metrics import Changes, Metrics
 from kvconnect.outcome import Reason
 from kvconnect.packages import package_versions
 from kvconnect.peer import description, inspection, timeline_page
@@ -34,9 +33,8 @@ from kvconnect.peer.messages import Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.prefill.prefill_side import ASLEEP, STOPPING
 from kvconnect.transfer.kept import KeptByName
-from kvconnect.transfer.local import open_local
+from kvconnect.transfer.local import Local, open_local
 from kvconnect.transfer.orders import NO_OFFLOAD, Orders, Reports, Results, joined
-from kvconnect.transfer.parts import DeviceSteps, Finished, always
 
 if TYPE_CHECKING:
     from kvconnect.offload.worker.offload_worker import OffloadWorker
@@ -47,7 +45,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class TransferWorker:
+class TransferWorker(WorkerTransfers):
     """Holds, sends and fetches the KV of one worker, and serves peers from its construction on.
 
     Args:
@@ -76,90 +74,80 @@ class TransferWorker:
         extra = config.extra.here(rank)
         self._config = config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
         # The tensors must outlive the registration, also where the serving stack drops its own.
-        self._rank, self._meaning, self._cache = rank, sent.meaning, sent.cache
-        self._engine = engine or create_engine(
-            extra.engine,
-            host=extra.host,
-            protocol=extra.protocol,
-            options=extra.all_engine_options,
-        )
-        self._metrics = Metrics()
-        try:
-            self._channel = ZmqChannel(
-                extra,
-                extra.port + rank if extra.port else 0,
-                keyring,
-                allowed,
-                lambda reason: self._metrics.failures.labels(reason).inc(),
-            )
-        except BaseException:
-            self._engine.close()
-            raise
-        self._reports = Reports(rank)
-        self._reports.has_wanted = traits.reports_fetches
+        self._meaning, self._cache = sent.meaning, sent.cache
         self._tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict if offload is None else offload.tiers
-        self._shared: PrefixBlocks | None = None
-        self._is_closed = False
-        logger.info(
-            "%s %s rank %d: engine %s, side channel on %s, port %d",
-            config.kv_role,
-            config.engine_id,
-            rank,
-            self._engine.capabilities,
-            extra.place,
-            self._channel.port,
-        )
-        logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
-        try:
-            self._transfers = self._open(sent, traits.reserved_bytes, offload)
-            self._transfers.start(self._release)
-        except BaseException:
-            # ZeroMQ's context waits for ever if it is collected before its sockets.
-            self._release()
-            raise
+        self._reports, self._is_closed = Reports(rank), False
+        self._reports.has_wanted = traits.reports_fetches
+        metrics = Metrics()
+        # ZeroMQ's context waits for ever if it is collected before its sockets.
+        with ExitStack() as opened:
+            engine = engine or create_engine(
+                extra.engine, host=extra.host, protocol=extra.protocol, options=extra.all_engine_options
+            )
+            opened.callback(engine.close)
+            port = extra.port + rank if extra.port else 0
+            failed = metrics.failures
+            channel = ZmqChannel(extra, port, keyring, allowed, lambda reason: failed.labels(reason).inc())
+            opened.callback(channel.close)
+            logger.info(
+                "%s %s rank %d: engine %s, side channel on %s, port %d",
+                config.kv_role,
+                config.engine_id,
+                rank,
+                engine.capabilities,
+                extra.place,
+                channel.port,
+            )
+            logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
+            local, shared = self._open(engine, traits, sent, offload, metrics)
+            super().__init__(config, channel, local, self._reports, metrics, shared=shared)
+            topics = self.inbound_peers.topics
+            # Not on the transfer thread: reading the versions of packages takes milliseconds, and files.
+            topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
+            page = functools.partial(timeline_page.write_page, metrics.timeline, config.engine_id, rank)
+            topics.add(timeline_page.TOPIC, page)
+            topics.add(inspection.TOPIC, self._inspect)
+            metrics.side_channel.labels(join_address(extra.host, channel.port)).set(1)
+            self.serve()
+            opened.pop_all()
 
-    def _open(self, sent: SentCache, reserved_bytes: int, offload: OffloadWorker | None) -> WorkerTransfers:
+    def _open(
+        self,
+        engine: Engine,
+        traits: RankTraits,
+        sent: SentCache,
+        offload: OffloadWorker | None,
+        metrics: Metrics,
+    ) -> tuple[Local, PrefixBlocks | None]:
         """Describe the caches, and register slots with the engine in one call."""
-        cache, config, extra = sent.cache, self._config, self._config.extra
-        table = cache.table()
+        config, cache, table = self._config, sent.cache, sent.cache.table()
         introduction = Introduction(
             engine_id=config.engine_id,
             incarnation=uuid.uuid4().hex,
-            rank=self._rank,
-            meaning=self._meaning,
-            engine=self.engine_name,
+            rank=traits.rank,
+            meaning=sent.meaning,
+            engine=engine.capabilities.name,
             engine_card=b"",
             table=table,
         )
-        device = cache.device
-        local = open_local(config, self._engine, introduction, table, device, reserved_bytes, self._metrics)
-        # A CPU finishes each step at once.
-        self._steps = DeviceSteps(_record if local.stream is not None else lambda: always)
+        reserved_bytes = traits.reserved_bytes
+        local = open_local(config, engine, introduction, table, cache.device, reserved_bytes, metrics)
         kept: KeptByName | None = None if offload is None else offload.names
+        shared: PrefixBlocks | None = None
         if sent.shared is not None:
             from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 
-            kept = self._shared = PrefixBlocks(*sent.shared, table, cache.config.num_blocks, kept)
+            kept = shared = PrefixBlocks(*sent.shared, table, cache.config.num_blocks, kept)
         if kept is not None:
             local.keep(kept)
         if offload is not None and offload.load_rows is not None:
             local.park(offload.load_rows)
-        transfers = WorkerTransfers(config, self._channel, local, self._reports, self._metrics)
-        topics, timeline = transfers.inbound_peers.topics, self._metrics.timeline
-        # Here, not on the transfer thread: reading the versions of packages takes milliseconds, and files.
-        topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
-        topics.add(
-            timeline_page.TOPIC,
-            functools.partial(timeline_page.write_page, timeline, config.engine_id, self._rank),
-        )
-        topics.add(inspection.TOPIC, self._inspect)
-        self._metrics.side_channel.labels(join_address(extra.host, self._channel.port)).set(1)
-        return transfers
+        return local, shared
 
     @property
     def engine_name(self) -> str:
         """The name of the engine in use, also where the configuration has ``auto``."""
-        return self._engine.capabilities.name
+        return self.local.engine.capabilities.name
 
     @property
     def identity(self) -> Identity:
@@ -168,7 +156,7 @@ class TransferWorker:
 
     def address(self) -> RankAddress:
         """Where this worker listens for peers."""
-        return RankAddress(self._rank, self._config.extra.host, self._channel.port)
+        return RankAddress(self.local.introduction.rank, self._config.extra.host, self._channel.port)
 
     def replace_weights(self, weights: Mapping[str, str]) -> None:
         """The model runs with other weights from now on: end all leases and loads.
@@ -179,37 +167,7 @@ class TransferWorker:
         if self._shared is not None:
             self._shared.forget()
         self._meaning = self._meaning.with_weights(weights)
-        self._transfers.replace_weights(weights)
-
-    def revoke(self, handle: str, reason: Reason) -> None:
-        self._transfers.revoke(handle, reason)
-
-    def before_step(self, orders: Orders) -> None:
-        """Mark the start of this step on the device, before its kernels are launched.
-
-        Called for every step: a hold refers to the step that computed it, whose orders do not name it.
-        """
-        if self._shared is not None:
-            self._shared.begin(orders.step, orders.reused)
-        if self._transfers.prefill is not None:
-            self._steps.begin(orders.step)
-
-    def start(self, orders: Orders) -> None:
-        """Take one step's orders; never waits.
-
-        Of all work of the device, only work given to it so far may still use the blocks to be filled.
-        """
-        if orders.notes and self._rank == 0:
-            self._metrics.timeline.take(orders.notes)
-        if orders.receipts and self._rank == 0:
-            self._transfers.receipts.extend(orders.receipts)
-        if not orders:
-            return
-        if orders.named and self._shared is not None:
-            name, number = self._shared.name, self._shared.number
-            is_computed = self._steps.finished(orders.step - 1)
-            self._transfers.call(lambda now: name(orders.named, number, is_computed))
-        self._transfers.order(orders, self._steps.finished)
+        super().replace_weights(weights)
 
     def results(self) -> Results:
         return self._reports.take()
@@ -221,31 +179,25 @@ class TransferWorker:
         self._reports.wake = wake
 
     def state(self) -> dict[str, Any]:
-        return {"engine": self.engine_name, **self._transfers.state()}
+        return {"engine": self.engine_name, **super().state()}
 
     def _describe(self, versions: dict[str, str], argument: str) -> bytes:
         """On the transfer thread."""
-        extra, local = self._config.extra, self._transfers.local
         return msgspec.msgpack.encode(
             description.Description(
                 clock_s=time.time(),
                 role=self._config.kv_role,
-                lane=self._engine.capabilities.lane,
-                lease_s=extra.lease_s,
+                lane=self.local.engine.capabilities.lane,
+                lease_s=self._config.extra.lease_s,
                 versions=versions,
-                directory=self._transfers.inbound_peers.directory,
-                introduced=description.introduced(local.introduce()),
+                directory=self.inbound_peers.directory,
+                introduced=description.introduced(self.local.introduce()),
             )
         )
 
     def _inspect(self, argument: str) -> bytes:
         """On the transfer thread."""
-        counts = {name: count for name, count in self.state().items() if name != "engine"}
-        return write_inspection(self._transfers, self._metrics.timeline, counts, self._tiers(), argument)
-
-    def know_ranks(self, directory: Iterable[RankAddress]) -> None:
-        """Set the addresses of all ranks of this node; without this call the first orders bring them."""
-        self._transfers.know_ranks(directory)
+        return write_inspection(self, self._metrics.timeline, super().state(), self._tiers(), argument)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no further lease, and wait until all held requests were fetched or given up.
@@ -255,10 +207,10 @@ class TransferWorker:
         hook; results are to be taken meanwhile. False: requests are still held after that time.
         """
         drained, drain_s = threading.Event(), self._config.extra.drain_s
-        if held := self._transfers.state().get("leases"):
+        if held := self.state().get("leases"):
             most_s = drain_s if timeout_s is None else min(drain_s, timeout_s)
             logger.info("%d requests are held for peers, which may fetch them for %g s more", held, most_s)
-        self._transfers.drain(drained.set, STOPPING, drain_s)
+        self.quiesce(drained.set, STOPPING, drain_s)
         return drained.wait(drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def sleep(self) -> None:
@@ -270,15 +222,11 @@ class TransferWorker:
         if self._shared is not None:
             self._shared.forget()
         asleep = threading.Event()
-        self._transfers.drain(asleep.set, ASLEEP, 0.0)
-        if asleep.wait(_CLOSE_TIMEOUT_S) and not self._transfers.state().get("loads"):
+        self.quiesce(asleep.set, ASLEEP, 0.0)
+        if asleep.wait(_CLOSE_TIMEOUT_S) and not self.state().get("loads"):
             return
         self.wake()
         raise LocalError("the node cannot sleep: requests are being loaded, or pages are still being read")
-
-    def wake(self) -> None:
-        """Resume transfers: pages are back at their addresses, with any content."""
-        self._transfers.wake()
 
     def close(self) -> None:
         """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.
@@ -289,7 +237,7 @@ class TransferWorker:
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._transfers.stop(_CLOSE_TIMEOUT_S):
+        if not self.stop(_CLOSE_TIMEOUT_S):
             self._metrics.failures.labels("close_timeout").inc()
             logger.error(
                 "the transfer thread did not stop within %s s. Open until it does: the registered memory of "
@@ -297,21 +245,8 @@ class TransferWorker:
                 _CLOSE_TIMEOUT_S,
                 self.engine_name,
                 self._channel.port,
-                ", ".join(f"{count} {what}" for what, count in self.state().items() if what != "engine"),
+                ", ".join(f"{count} {what}" for what, count in super().state().items()),
             )
-
-    def _release(self) -> None:
-        """Close channel and engine, each even if closing another one fails."""
-        with ExitStack() as opened:
-            opened.callback(self._channel.close)
-            opened.callback(self._engine.close)
-
-
-def _record() -> Finished:
-    """A check whether the device has finished all work so far: engines do not follow its streams."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.query
 
 
 class WorkerHalf:
@@ -398,7 +333,7 @@ class WorkerHalf:
     def changes(self) -> Changes | None:
         """The changes of the metrics since the last call, or None. From any one thread."""
         sent = None if self.transfer is None else self.transfer.changes()
-        return merge_changes(sent, None if self.offload is None else self.offload.changes())
+        return sent if self.offload is None else self.offload.changes(sent)
 
     def state(self) -> dict[str, Any]:
         """Counts of leases, loads, slots and jobs, for people and tests. All zero when idle."""

@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,7 +29,10 @@ from kvconnect.timeline import Turns
 from kvconnect.transfer.inbound_peers import InboundPeers
 from kvconnect.transfer.local import Local
 from kvconnect.transfer.orders import Orders, Reports
-from kvconnect.transfer.parts import Finished, Pace, Timers, TransferContext
+from kvconnect.transfer.parts import DeviceSteps, Finished, Pace, Timers, TransferContext, always
+
+if TYPE_CHECKING:
+    from kvconnect.offload.worker.prefix_blocks import PrefixBlocks
 
 _OTHER_WEIGHTS = Cause.OTHER_WEIGHTS(
     "the prefill node's weights are no longer those that it was computed with"
@@ -55,7 +59,8 @@ class WorkerTransfers:
     """The transfers of a worker on one thread: P's part, D's part, or both.
 
     ``prefill`` is None where the node hands out no KV, and peers are refused; ``decode`` is None where it
-    fetches none. ``randomness`` is the only source of random numbers; None for the system's.
+    fetches none. ``shared``: the stack's prefix cache, if peers may fetch from it by name. ``randomness`` is
+    the only source of random numbers; None for the system's. ``record`` is as of ``DeviceSteps``.
     """
 
     def __init__(
@@ -66,9 +71,15 @@ class WorkerTransfers:
         reports: Reports,
         metrics: Metrics,
         randomness: random.Random | None = None,
+        *,
+        shared: PrefixBlocks | None = None,
+        record: Callable[[], Finished] | None = None,
     ) -> None:
         chance = randomness or random.SystemRandom()
         self.local, self._channel, self._metrics = local, channel, metrics
+        self._shared, self._is_first = shared, local.introduction.rank == 0
+        # A CPU finishes each step at once.
+        self._steps = DeviceSteps(record or (_record if local.stream is not None else lambda: always))
         self.timers = Timers(lambda error: count_error(metrics, error, "what was due"))
         context = TransferContext(config.extra, local, channel, reports, metrics, chance, self.timers)
         self.inbound_peers = InboundPeers(context)
@@ -88,9 +99,9 @@ class WorkerTransfers:
 
     # Called by the owner of the worker, from any thread
 
-    def start(self, release: Callable[[], None]) -> None:
-        """Start the thread; when it ends, it calls ``release``."""
-        thread = threading.Thread(target=self._run, args=(release,), name="kvconnect-transfers", daemon=True)
+    def serve(self) -> None:
+        """Start the thread; when it ends, it closes engine and channel."""
+        thread = threading.Thread(target=self._run, name="kvconnect-transfers", daemon=True)
         thread.start()
         self._thread = thread
 
@@ -102,6 +113,33 @@ class WorkerTransfers:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def before_step(self, orders: Orders) -> None:
+        """Mark the start of this step on the device, before its kernels are launched.
+
+        Called for every step: a hold refers to the step that computed it, whose orders do not name it.
+        """
+        if self._shared is not None:
+            self._shared.begin(orders.step, orders.reused)
+        if self.prefill is not None:
+            self._steps.begin(orders.step)
+
+    def start(self, orders: Orders) -> None:
+        """Take one step's orders; never waits.
+
+        Of all work of the device, only work given to it so far may still use the blocks to be filled.
+        """
+        if self._is_first:
+            if orders.notes:
+                self._metrics.timeline.take(orders.notes)
+            self.receipts.extend(orders.receipts)
+        if not orders:
+            return
+        if orders.named and self._shared is not None:
+            name, number = self._shared.name, self._shared.number
+            is_computed = self._steps.finished(orders.step - 1)
+            self.call(lambda now: name(orders.named, number, is_computed))
+        self.order(orders, self._steps.finished)
 
     def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
         """Queue one step's orders; ``finished`` returns a check whether the device has finished a given step.
@@ -142,7 +180,7 @@ class WorkerTransfers:
 
         self.call(replace)
 
-    def drain(self, drained: Callable[[], None], reason: Reason, drain_s: float) -> None:
+    def quiesce(self, drained: Callable[[], None], reason: Reason, drain_s: float) -> None:
         """Begin no lease until ``wake``; the transfer thread calls ``drained`` once none is left."""
         prefill = self.prefill
         self.call(lambda now: prefill.drain(drained, reason, drain_s, now) if prefill else drained())
@@ -205,7 +243,7 @@ class WorkerTransfers:
             count_error(self._metrics, error, what)
             return None
 
-    def _run(self, release: Callable[[], None]) -> None:
+    def _run(self) -> None:
         """Step and sleep until stopped. An internal error does not end the thread."""
         try:
             stream = self.local.stream
@@ -226,15 +264,18 @@ class WorkerTransfers:
                     # Yields the interpreter to other threads. A sleep of 0 s takes 50 us and more.
                     os.sched_yield()
         finally:
-            # On the thread that used engine and channel, so that neither is closed during a call.
-            release()
+            # On the thread that used engine and channel, so that neither is closed during a call: the engine
+            # first, since peers take a closed channel for the end of its writes.
+            with ExitStack() as opened:
+                opened.callback(self._channel.close)
+                opened.callback(self.local.engine.close)
 
     def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
         if orders.directory:
             self.inbound_peers.know_ranks(orders.directory)
         for part in self._parts:
             part.carry_out(orders, finished, now)
-        if self.local.introduction.rank == 0:
+        if self._is_first:
             # Every rank gets the orders; failures of the scheduler half are counted once, by rank 0.
             for reason in orders.failures:
                 self._metrics.failures.labels(reason).inc()
@@ -261,3 +302,10 @@ class WorkerTransfers:
         if self._polls_without_progress < _ACTIVE_POLLS:
             return _BRIEF_NAP_S
         return _SHORT_NAP_S if self._polls_without_progress < _ACTIVE_POLLS + _NAPS else _LONG_NAP_S
+
+
+def _record() -> Finished:
+    """A check whether the device has finished all work so far: engines do not follow its streams."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.query

@@ -152,8 +152,8 @@ class NodeEngine:
     def state(self) -> dict[str, Any]:
         """The state of the engine and its connector, for ``/debug/state``. For any thread."""
         state = {"model": self.options.model, **self.snapshot, "connector": self.worker.state()}
-        if self.offload_state is not None:
-            state["offload"] = self.offload_state()
+        if (offload := self.offload_state()) is not None:
+            state["offload"] = offload
         return state
 
     # --- the loop's thread ------------------------------------------------------------------------

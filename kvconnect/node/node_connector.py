@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,8 @@ from kvconnect.node.scheduler import align_tokens
 from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import KeptBlocks
-from kvconnect.offload.scheduler.offload_scheduler import OffloadScheduler
 from kvconnect.offload.scheduler.shared_prefixes import SharedPrefixes
-from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.peer.handles import digest_prompt
-from kvconnect.peer.keyring import names_key
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, RankCache, RequestView, StackTraits
 
@@ -44,16 +41,26 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Connector:
-    """Both halves, and whether a request whose load failed is recomputed.
-
-    ``offload_state``, None without offload, returns ``busy``, counts of work under way that are all zero when
-    idle, and ``usage``, the tiers' contents.
-    """
+    """Both halves, and whether a request whose load failed is recomputed."""
 
     scheduler: SchedulerHalf
     worker: WorkerHalf
     recompute_failed_loads: bool = True
-    offload_state: Callable[[], Mapping[str, Any]] | None = None
+
+    def offload_state(self) -> Mapping[str, Any] | None:
+        """``busy``: counts of work under way, all zero when idle; ``usage``: the tiers' contents.
+
+        None without offload. For any thread.
+        """
+        scheduler, worker = self.scheduler.offload, self.worker.offload
+        if scheduler is None or worker is None:
+            return None
+        # The engine's thread runs meanwhile, and a dictionary may grow while it is counted.
+        for _ in range(_TRIES):
+            with contextlib.suppress(RuntimeError):
+                usage = {**scheduler.usage(), **worker.usage()}
+                return {"busy": {**scheduler.state(), **worker.state(), **_behind(usage)}, "usage": usage}
+        return {"busy": {"counting": 1}, "usage": {}}
 
 
 def identity(options: NodeOptions, model: Model, named: Naming, *, convert_dtype: bool = False) -> Identity:
@@ -108,8 +115,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
         )
     # A state group turns prefix reuse off.
     shares = config.extra.share_prefix_cache and not any(group.is_state for group in cache.config.groups)
-    shared = (named, requirements) if shares else None
-    sent = SentCache(rank, CacheMeaning(stated, None, 1), shared)
+    sent = SentCache(rank, CacheMeaning(stated, None, 1), (named, requirements) if shares else None)
     worker = build_worker_half(config, RankTraits(sent=sent, kept=kept))
     with contextlib.ExitStack() as opened:
         # On failure a folder on disk must not stay locked, nor memory stay allocated.
@@ -128,19 +134,14 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache, p
             cache.config,
             _traits(options, named, stated),
             directory=() if address is None else (address,),
-            trust=configured_trust(config, os.environ, time.time)
-            if names_key(config.extra, os.environ) or address is not None
-            else None,
+            trust=configured_trust(config, os.environ, time.time),
             kept=blocks,
             shared=functools.partial(SharedPrefixes, requirements.groups, _content_hashes, pool)
             if shares
             else None,
         )
         opened.pop_all()
-    state = None
-    if scheduler.offload is not None and worker.offload is not None:
-        state = _state_of(scheduler.offload, worker.offload)
-    return Connector(scheduler, worker, config.kv_load_failure_policy == "recompute", state)
+    return Connector(scheduler, worker, config.kv_load_failure_policy == "recompute")
 
 
 def _traits(options: NodeOptions, named: Naming, stated: Identity) -> StackTraits:
@@ -162,18 +163,6 @@ def _prompt_digest(request: RequestView, num_tokens: int) -> bytes:
 def _content_hashes(request: RequestView, block_tokens: int) -> Sequence[bytes]:
     assert isinstance(request, Request)
     return request.blocks.content_hashes(request.token_ids, block_tokens)
-
-
-def _state_of(scheduler: OffloadScheduler, worker: OffloadWorker) -> Callable[[], Mapping[str, Any]]:
-    def state() -> Mapping[str, Any]:
-        # The engine's thread runs meanwhile, and a dictionary may grow while it is counted.
-        for _ in range(_TRIES):
-            with contextlib.suppress(RuntimeError):
-                usage = {**scheduler.usage(), **worker.usage()}
-                return {"busy": {**scheduler.state(), **worker.state(), **_behind(usage)}, "usage": usage}
-        return {"busy": {"counting": 1}, "usage": {}}
-
-    return state
 
 
 def _behind(usage: Mapping[str, Any]) -> dict[str, int]:

@@ -71,7 +71,6 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(options.max_num_seqs))[::-1]
-        self._has_warned = False
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -357,22 +356,15 @@ class Scheduler:
     def update_results(self, results: Results) -> None:
         """Take ended transfers: free, resume or fail their requests."""
         self.hooks.update_results(results)
-        loaded, unknown = [], []
-        for name in results.sent:
-            if not self._let_go(name, RequestState.WAITING_TO_BE_FETCHED):
-                unknown.append(name)
-        for name in results.received:
+        loaded = []
+        for name in (*results.sent, *results.received):
             request = self.requests.get(name)
             if request is not None and request.state is RequestState.WAITING_FOR_KV:
                 loaded.append(request)
-            elif not self._let_go(name, RequestState.ABORTED_WHILE_LOADING):
-                unknown.append(name)
-        if unknown and not self._has_warned:
-            self._has_warned = True
-            logger.error(
-                "internal error: the connector reported requests of which no report is awaited: %s",
-                ", ".join(unknown),
-            )
+            elif (ended := self.kept.pop(name, None)) is not None:
+                self.manager.free(ended.blocks)
+            else:
+                logger.error("internal error: the connector reported %s, of which no report is awaited", name)
         for request in reversed(loaded):
             name = request.request_id
             problem = results.failed.get(name)
@@ -392,11 +384,3 @@ class Scheduler:
                 self.waiting.appendleft(request)
             else:
                 self._fail(request, Failure(502, problem.text))
-
-    def _let_go(self, request_id: str, state: RequestState) -> bool:
-        """Free the blocks of an ended request in this state. False: there is none."""
-        request = self.kept.get(request_id)
-        if request is None or request.state is not state:
-            return False
-        self.manager.free(self.kept.pop(request_id).blocks)
-        return True

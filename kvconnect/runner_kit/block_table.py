@@ -168,7 +168,8 @@ class BlockTables:
     ) -> None:
         """Stage logical block ids for a request's rows, one list per group index.
 
-        ``overwrite`` replaces the rows' content. Groups without a table must have an empty list.
+        ``overwrite`` replaces the rows' content, without lists by null blocks. Groups without a table must
+        have an empty list.
 
         Raises:
             LocalError: a row would overflow, an id is negative, or the request index is out of range.
@@ -200,15 +201,6 @@ class BlockTables:
             if count > end:
                 self._staged.zero(index, request_index, end, count - end)
         self._counts[request_index] = ends
-
-    def clear_row(self, request_index: int) -> None:
-        """Stage null blocks for a request's rows. Raises ``LocalError``: the index is out of range."""
-        self._check_row(request_index)
-        self._staged.touch(request_index)
-        for index, count in enumerate(self._counts[request_index].tolist()):
-            if count:
-                self._staged.zero(index, request_index, 0, count)
-        self._counts[request_index] = 0
 
     def apply(self) -> None:
         """Apply all staged writes in their order, so that kernels on the current stream see them."""

@@ -23,7 +23,6 @@ from kvconnect.halves.building import (
 from kvconnect.halves.rank_traits import KeptCache, RankTraits, SentCache
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.halves.worker_half import WorkerHalf
-from kvconnect.peer.keyring import names_key
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.transfer.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
@@ -71,9 +70,7 @@ def make_scheduler_half(
 ) -> SchedulerHalf:
     """The scheduler half, with vLLM's block ``pool``. Called once the workers have announced themselves."""
     extra, adapters = config.extra, Adapters()
-    named = shared = trust = kept = None
-    if extra.engine != "none" or names_key(extra, os.environ):
-        trust = configured_trust(config, os.environ, time.time)
+    named = shared = kept = None
     if extra.engine != "none":
         own = naming(vllm_config, kv_cache_config, extra.offload)
         named = settings.usable_naming(vllm_config, config, own)
@@ -109,7 +106,7 @@ def make_scheduler_half(
         scheduler_config(kv_cache_config, context_ranks(vllm_config)),
         traits,
         directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
-        trust=trust,
+        trust=configured_trust(config, os.environ, time.time),
         kept=kept,
         shared=shared,
     )

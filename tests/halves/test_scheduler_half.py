@@ -28,6 +28,7 @@ ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
 WINDOW = KVCacheGroup(("w",), FullAttentionSpec(16, 2, 8, torch.float16, retention=Window(20)))
 HANDLES = Handles(b"what this cluster signs with")
+HELD = {"do_remote_decode": True}
 
 
 @dataclass
@@ -57,7 +58,7 @@ def connector(role="kv_both", groups=(ATTENTION,), *, num_blocks=100, trust=None
 def prefilled(groups=(ATTENTION,), num_tokens=40, blocks=([1, 2, 3],), **extra):
     """A request that P finished, and the parameters that D gets."""
     prefill = connector("kv_producer", groups, **extra)
-    request = Request("p", num_tokens + 1, {"do_remote_decode": True})
+    request = Request("p", num_tokens + 1, HELD)
     kept, params = prefill.request_finished(request, blocks, delivered=True)
     return prefill, kept, params
 
@@ -75,15 +76,14 @@ def load_of(params, num_tokens=40, taken=None, *, computed=0, blocks=([7, 8, 9, 
 def test_a_node_that_is_drained_holds_nothing_and_withdraws_what_it_promised():
     prefill = connector("kv_producer")
     prefill.drain()
-    promised = Request("t", 41, {"do_remote_decode": True, TRANSFER_KEY: "x"})
+    promised = Request("t", 41, {**HELD, TRANSFER_KEY: "x"})
     prefill.new_request(promised)
-    for request in (Request("p", 41, {"do_remote_decode": True}), promised):
+    for request in (Request("p", 41, HELD), promised):
         assert prefill.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
     orders = prefill.build_orders()
     assert not orders.holds
-    assert ["the prefill node is stopping" in withdrawn.reason.text for withdrawn in orders.withdrawn] == [
-        True
-    ]
+    (withdrawn,) = orders.withdrawn
+    assert "the prefill node is stopping" in withdrawn.reason.text
     assert not any(prefill.state().values())
 
 
@@ -117,7 +117,7 @@ def test_what_happens_to_a_request_is_noted_with_the_orders_and_is_no_order():
     ticks = iter(range(100))
     prefill = connector("kv_producer", clock=lambda: float(next(ticks)))
     assert prefill.build_orders(), "the directory, once"
-    request = Request("p", 40, {"do_remote_decode": True})
+    request = Request("p", 40, HELD)
     prefill.new_request(request)
     prefill.update_after_alloc(request, ([1, 2, 3],), 0)
     orders = prefill.build_orders()
@@ -145,15 +145,15 @@ def test_what_happens_to_a_request_is_noted_with_the_orders_and_is_no_order():
 @pytest.mark.parametrize(
     ("params", "delivered", "blocks"),
     [
-        ({"do_remote_decode": True}, False, ([1, 2],)),
-        ({"do_remote_decode": False}, True, ([1, 2],)),
-        (None, True, ([1, 2],)),
-        ({"do_remote_decode": True}, True, ([],)),
+        (HELD, False, [1, 2]),
+        ({"do_remote_decode": False}, True, [1, 2]),
+        (None, True, [1, 2]),
+        (HELD, True, []),
     ],
 )
 def test_nothing_is_held_that_nobody_will_fetch(params, delivered, blocks):
     prefill = connector("kv_producer")
-    answer = prefill.request_finished(Request("p", 30, params), blocks, delivered=delivered)
+    answer = prefill.request_finished(Request("p", 30, params), (blocks,), delivered=delivered)
     assert answer == (False, None)
     assert not prefill.build_orders().holds
 
@@ -208,9 +208,7 @@ def test_more_tokens_than_offered_are_refused():
 def test_what_this_node_prefilled_for_itself_is_let_go_and_not_fetched():
     """A router that has it in both roles may choose it twice."""
     both = connector("kv_both")
-    _, params = both.request_finished(
-        Request("p", 41, {"do_remote_decode": True}), ([1, 2, 3],), delivered=True
-    )
+    _, params = both.request_finished(Request("p", 41, HELD), ([1, 2, 3],), delivered=True)
     request = Request("d", 40, params)
     both.new_request(request)
     assert both.matched_tokens(request, 16) == (0, False)
@@ -220,9 +218,6 @@ def test_what_this_node_prefilled_for_itself_is_let_go_and_not_fetched():
     assert [let_go.handle for let_go in orders.let_go] == [params[HANDLE_KEY]]
     elsewhere = Request("e", 40, prefilled()[2])
     assert connector("kv_consumer").matched_tokens(elsewhere, 16) == (24, True)
-
-
-HELD = {"do_remote_decode": True}
 
 
 def test_models_with_state_stop_one_token_earlier():
@@ -297,27 +292,11 @@ def test_what_stands_in_the_handle_need_not_stand_beside_it_and_another_address_
     assert (load.peer, load.refusal) == (("P", "10.0.0.1", 5600), None)
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(
-            [
-                "do_remote_prefill",
-                HANDLE_KEY,
-                "remote_engine_id",
-                "remote_host",
-                "remote_port",
-                "remote_num_tokens",
-                TRANSFER_KEY,
-            ]
-        ),
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text(max_size=10)
-        | st.lists(st.integers(), max_size=2),
-    )
-)
+KEYS = st.sampled_from(["do_remote_prefill", HANDLE_KEY, *BESIDE, TRANSFER_KEY])
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10)
+
+
+@given(st.dictionaries(KEYS, VALUES | st.lists(st.integers(), max_size=2)))
 def test_no_dictionary_of_a_client_raises(params):
     remote = read_remote_prefill(params, HANDLES)
     assert remote is None or remote.refusal or (0 < remote.peer[2] <= 65535 and remote.handle)
@@ -347,7 +326,7 @@ def test_parameters_that_are_no_dictionary_are_none(role, params):
 def test_a_prefill_that_has_blocks_when_caches_are_reset_is_not_held(begins):
     """What its blocks hold may be of weights that were replaced since."""
     prefill = connector("kv_producer")
-    request = Request("p", 40, {"do_remote_decode": True, TRANSFER_KEY: "t"})
+    request = Request("p", 40, {**HELD, TRANSFER_KEY: "t"})
     prefill.new_request(request)
     if begins != "after":
         prefill.update_after_alloc(request, ([1, 2, 3],), 0)

@@ -41,7 +41,7 @@ def asking(source: Keeper, **options) -> Keeper:
     """A node that knows how fast it computes prompts, and what the link to its source takes."""
     target = node(source, learns=True, reserved_blocks=61, **options)
     target.ask(make_prompt(300, seed=101))
-    links = target.engine.worker.transfer._transfers.decode.peers.links
+    links = target.engine.worker.transfer.decode.peers.links
     until(lambda: all(link.found for link in links.values()))
     assert pulled(target) == {"missed": 1, "tokens": 0}
     return target

@@ -53,7 +53,7 @@ def test_the_worker_half_registers_the_same_split():
     config = {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "memory"}}
     engine = make_client(**SPLIT, num_blocks=20, kv_transfer_config=json.dumps(config)).engine
     try:
-        regions = engine.worker.transfer._transfers.local.table.regions
+        regions = engine.worker.transfer.local.table.regions
         assert {(region.num_blocks, region.axes.tokens) for region in regions} == {(40, 64)}
     finally:
         engine.stop()

@@ -70,7 +70,7 @@ def pulled(client: Keeper) -> dict[str, int]:
     client.steps(2)
     metrics, is_counted = client.engine.worker.transfer._metrics, threading.Event()
     # After all orders: one that is being carried out is in no queue any more.
-    client.engine.worker.transfer._transfers.call(lambda now: is_counted.set())
+    client.engine.worker.transfer.call(lambda now: is_counted.set())
     assert is_counted.wait(DEADLINE_S)
     outcomes = {labels[0]: int(count) for labels, count in metrics.pulls.values().items()}
     return {**outcomes, "tokens": int(metrics.pulled_tokens.value)}
@@ -120,7 +120,7 @@ def test_a_node_gets_what_only_the_device_of_another_has(model):
         assert pulled(target) == {"loaded": 1, "tokens": target.cached}, "its own device has it now"
         longer = [*prompt, *answer, *make_prompt(90, seed=2)]
         assert source.ask(longer) == answer_of(longer, model=model)
-        kept = source.engine.worker.transfer._transfers.local.kept
+        kept = source.engine.worker.transfer.local.kept
         hashes = PrefixHashes(kept.naming.tokens)
         hashes.extend_to(longer)
         assert kept.find(Prefix(kept.naming, 0, tuple(hashes)), 398)[0] >= 320, "what was decoded there too"
@@ -130,7 +130,7 @@ def test_a_node_gets_what_only_the_device_of_another_has(model):
 def test_the_device_and_host_memory_of_a_node_give_what_each_of_them_has():
     both_places = {"shares": True, "enable_prefix_caching": True, "num_blocks": 40}
     with source_and_target(both_places) as (source, target):
-        kept = source.engine.worker.transfer._transfers.local.kept
+        kept = source.engine.worker.transfer.local.kept
         prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
         for prompt in prompts:
             source.ask(prompt)
@@ -167,7 +167,7 @@ def test_a_prompt_whose_blocks_are_given_away_while_it_is_pulled_is_computed(mon
         prompt, others = make_prompt(300, seed=1), [make_prompt(300, seed=seed) for seed in (2, 3)]
         source.ask(prompt)
         gone, advance = threading.Event(), MemoryEngine._advance
-        kept = source.engine.worker.transfer._transfers.local.kept
+        kept = source.engine.worker.transfer.local.kept
         hold = kept.hold
 
         def overwritten(*asked):
@@ -327,7 +327,7 @@ def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing(monkeypatch
             # The first one too: neither the link nor how fast prompts are computed here is known by then.
             assert target.ask(prompt, params=named) == answer
             assert target.cached == 0
-        link = target.engine.worker.transfer._transfers.decode.peers.links
+        link = target.engine.worker.transfer.decode.peers.links
         until(lambda: all(one.found for one in link.values()))
         (rate,) = {one.found.bytes_per_s for one in link.values()}
         assert rate == pytest.approx(SLOW_BYTES_PER_S, rel=0.2)

@@ -49,8 +49,8 @@ class Keeper(Client):
         assert self.held == 0
 
     def busy(self) -> dict[str, int]:
-        state = self.engine.offload_state
-        return {} if state is None else state()["busy"]
+        state = self.engine.offload_state()
+        return {} if state is None else state["busy"]
 
     def ask(self, prompt: list[int], max_tokens: int = 8, params: dict | None = None) -> list[int]:
         """The tokens of one request, and its drafts, when all of it has been kept."""
@@ -79,7 +79,7 @@ def patient(client: Keeper, learns: bool = False) -> Keeper:
     if not learns:
         pulls._rate.measured(COMPUTES_PER_S, 1.0)
         pulls._rate.measured = lambda num_tokens, seconds: None
-    finds = client.engine.worker.transfer._transfers.decode.finds
+    finds = client.engine.worker.transfer.decode.finds
     finds._config = msgspec.structs.replace(finds._config, find_s=PATIENCE_S)
     return client
 

@@ -75,5 +75,5 @@ def test_memory_without_room_for_any_hit_is_refused(tmp_path):
 
 def test_nothing_is_said_of_offload_where_there_is_none():
     client = make_client()
-    assert client.engine.offload_state is None
+    assert client.engine.offload_state() is None
     assert client.engine.scheduler.hooks.offload is None

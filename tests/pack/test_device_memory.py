@@ -110,8 +110,8 @@ def test_slots_shrink_and_peers_are_told_their_size(monkeypatch, caplog, spare, 
     try:
         assert reserved == [77]
         size, number = (
-            worker._transfers.local.introduction.slot_bytes,
-            len(worker._transfers.decode.bay._pool.slots),
+            worker.local.introduction.slot_bytes,
+            len(worker.decode.bay._pool.slots),
         )
         assert (size // MIB, number) == expected
         assert engine.given_bytes <= max(spare, taken(16 * MIB, 4, 2))

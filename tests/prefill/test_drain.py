@@ -16,14 +16,14 @@ from tests.transfer.pair import D_IDS, OTHER, P_IDS, Pair
 def drain(pair):
     """Have P stop; when it was told that nothing is left."""
     told = []
-    pair.prefill.transfers.drain(lambda: told.append(pair.clock.now), STOPPING, pair.config.drain_s)
+    pair.prefill.transfers.quiesce(lambda: told.append(pair.clock.now), STOPPING, pair.config.drain_s)
     return told
 
 
 def sleeping(pair):
     """Have P sleep; what it is told once nothing of it touches pages."""
     told = []
-    pair.prefill.transfers.drain(lambda: told.append(0), ASLEEP, 0.0)
+    pair.prefill.transfers.quiesce(lambda: told.append(0), ASLEEP, 0.0)
     return told
 
 

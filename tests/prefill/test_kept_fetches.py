@@ -261,7 +261,7 @@ def test_a_row_of_another_prompt_is_no_reason_to_fail():
 def test_a_prefill_node_that_stops_is_asked_in_vain():
     ranks = keeping()
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    ranks.prefill[0].transfers.drain(lambda: None, STOPPING, 30.0)
+    ranks.prefill[0].transfers.quiesce(lambda: None, STOPPING, 30.0)
     assert "stopping" in ask(ranks, ranks.prefix("a", 64)).error.text
 
 

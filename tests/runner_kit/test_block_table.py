@@ -49,10 +49,6 @@ class Plain:
             self.rows[group, row] = new
         return True
 
-    def clear(self, row):
-        for group in (0, 2):
-            self.rows[group, row] = []
-
     def table(self, group):
         width = self.capacities[group]
         return [self.rows[group, row] + [0] * (width - len(self.rows[group, row])) for row in range(ROWS)]
@@ -61,7 +57,6 @@ class Plain:
 ids = st.lists(st.integers(0, 99), max_size=3)
 operation = st.one_of(
     st.tuples(st.just("append"), st.integers(0, ROWS - 1), ids, ids, st.booleans()),
-    st.tuples(st.just("clear"), st.integers(0, ROWS - 1)),
     st.tuples(st.just("apply")),
 )
 
@@ -79,9 +74,6 @@ def check_operations(kernels, ratio, steps):
                 else:
                     with pytest.raises(LocalError):
                         made.append_block_ids(row, (first, [], second), overwrite)
-            case ("clear", row):
-                made.clear_row(row)
-                plain.clear(row)
             case ("apply",):
                 made.apply()
                 shown = [plain.table(group) for group in (0, 2)]
@@ -165,7 +157,6 @@ def test_what_cannot_be_is_an_error_and_changes_nothing():
     for match, call in (
         ("request index -1", lambda: made.append_block_ids(-1, ([1], [], [1]))),
         ("request index 3", lambda: made.append_block_ids(3, ([1], [], [1]))),
-        ("request index 3", lambda: made.clear_row(3)),
         ("cache group 1 has no block table", lambda: made.append_block_ids(0, ([1], [2], [1]))),
         ("block id -5", lambda: made.append_block_ids(0, ([-5], [], []))),
         ("request index 9", lambda: made.gather([9], 1)),
@@ -195,7 +186,7 @@ def test_writes_that_may_meet_keep_their_order_and_others_need_none():
     for conflicting, steps in (
         (False, lambda t: (t.append_block_ids(0, ([1], [], [])), t.append_block_ids(1, ([2], [], [])))),
         (True, lambda t: (t.append_block_ids(0, ([1], [], [])), t.append_block_ids(0, ([2], [], []), True))),
-        (True, lambda t: (t.clear_row(2), t.append_block_ids(2, ([2], [], [])))),
+        (True, lambda t: (t.append_block_ids(2, (), True), t.append_block_ids(2, ([2], [], [])))),
         (False, lambda t: t.append_block_ids(0, ([3], [], []))),
     ):
         made = tables()

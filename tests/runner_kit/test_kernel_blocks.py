@@ -82,24 +82,19 @@ def test_the_choice_is_the_largest_that_all_take(block_size, accepted):
 
 def test_builders_are_made_once_with_the_size_that_all_backends_of_the_group_take():
     mla = Backend("mla", (64,), GraphSupport.UNIFORM_DECODE)
-    draft = Backend("draft", (MultipleOf(16),))
-    config = KVCacheConfig(8, (MIXED, STATE, KVCacheGroup(("enc",), EncoderOnlySpec(16))))
-    setup = init_attention(config, {"mla": mla, "draft": draft})
-    assert setup.kernel_block_sizes == {0: 64, 1: 4096}
+    draft, shared = Backend("draft", (MultipleOf(16),)), Backend("shared", (MultipleOf(16),))
+    encoder = KVCacheGroup(("enc",), EncoderOnlySpec(16))
+    alike = KVCacheGroup(("a", "b"), FullAttentionSpec(32, 1, 8, torch.float16))
+    config = KVCacheConfig(8, (MIXED, STATE, encoder, alike))
+    setup = init_attention(config, {"mla": mla, "draft": draft, "a": shared, "b": shared})
+    assert setup.kernel_block_sizes == {0: 64, 1: 4096, 3: 32}
     assert [(g.cache_group, g.layer_names, g.metadata_builder) for g in setup.groups] == [
         (0, ("mla",), ("mla", 64)),
         (0, ("draft",), ("draft", 64)),
+        (3, ("a", "b"), ("shared", 32)),
     ]
-    assert (mla.made_for, draft.made_for) == ([64], [64])
+    assert (mla.made_for, draft.made_for, shared.made_for) == ([64], [64], [32])
     assert setup.graph_support is GraphSupport.UNIFORM_DECODE
-
-
-def test_layers_of_one_backend_share_a_builder():
-    shared = Backend("shared", (MultipleOf(16),))
-    config = KVCacheConfig(8, (KVCacheGroup(("a", "b"), FullAttentionSpec(32, 1, 8, torch.float16)),))
-    (group,) = init_attention(config, {"a": shared, "b": shared}).groups
-    assert group.layer_names == ("a", "b")
-    assert shared.made_for == [32]
 
 
 def test_a_state_layer_that_no_graph_can_hold_weakens_the_whole():
@@ -131,33 +126,23 @@ def test_stored_rows_split_whole_or_not_at_all(rows, kernel, factor):
     assert (split_refusal(spec, kernel) is None) == (whole or factor == 1)
 
 
-def test_a_split_that_only_stored_rows_forbid_says_so():
-    spec = MLASpec(256, 8, torch.float16, stored_block_size=2)
-    with pytest.raises(LayoutError, match="2 stored rows per 256 tokens"):
-        select_common_block_size(256, [Backend("indexer", (64,))], [spec])
+def test_what_forbids_a_split_is_said():
+    few_rows = MLASpec(256, 8, torch.float16, stored_block_size=2)
+    padded = FullAttentionSpec(128, 1, 8, torch.float16, page_size_padded=8192)
+    for spec, why in ((few_rows, "2 stored rows per 256 tokens"), (padded, "padded to 8192")):
+        with pytest.raises(LayoutError, match=why):
+            select_common_block_size(spec.block_size, [Backend("flash", (64,))], [spec])
+    assert select_common_block_size(128, [Backend("any", (MultipleOf(16),))], [padded]) == 128
 
 
-def test_a_padded_page_is_not_split():
-    spec = FullAttentionSpec(128, 1, 8, torch.float16, page_size_padded=8192)
-    with pytest.raises(LayoutError, match="padded to 8192"):
-        select_common_block_size(128, [Backend("flash", (64,))], [spec])
-    assert select_common_block_size(128, [Backend("any", (MultipleOf(16),))], [spec]) == 128
-
-
-def test_sync_says_both_numbers_once(caplog):
+def test_sync_says_both_numbers_once_and_refuses_a_kernel_block_that_is_no_part(caplog):
     with caplog.at_level(logging.INFO):
-        assert sync_block_size(128, 64) == 64
-        assert sync_block_size(64, 64) == 64
-    assert len(caplog.records) == 1
-    assert "128" in caplog.text
-    assert "64" in caplog.text
-
-
-def test_a_kernel_block_above_the_logical_one_is_an_error():
-    with pytest.raises(ConfigError, match=r"block_size is 16.*64"):
-        sync_block_size(16, 64)
-    with pytest.raises(ConfigError, match=r"block_size is 96.*64"):
-        sync_block_size(96, 64)
+        assert [sync_block_size(configured, 64) for configured in (128, 64)] == [64, 64]
+    (said,) = caplog.messages
+    assert "block_size is 128 tokens: using kernel blocks of 64" in said
+    for configured in (16, 96):
+        with pytest.raises(ConfigError, match=rf"block_size is {configured}.*64"):
+            sync_block_size(configured, 64)
 
 
 def test_the_example_shows_the_kit_in_few_lines(capsys):

@@ -147,7 +147,7 @@ def test_nothing_of_an_aborted_prefill_is_used(pair):
 def test_what_was_packed_before_an_abort_is_not_used_after_it(pair):
     """SGLang aborts between the last chunk's arrival and P's answer, and may have packed other bytes."""
     prefill, decode = pair
-    sender = prefill.worker.transfer._transfers.prefill.sender
+    sender = prefill.worker.transfer.prefill.sender
     arrived = sender._arrived
 
     def arrived_as_it_is_aborted(sending, parcel):

@@ -27,7 +27,6 @@ from kvconnect.outcome import Reason
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.handles import Handles, PeerTrust
 from kvconnect.transfer.orders import Results, joined
-from kvconnect.transfer.parts import DeviceSteps
 from tests.simulator.device import Stream
 from tests.simulator.pledges import WatchedOffload
 from tests.simulator.request import SimRequest
@@ -224,7 +223,6 @@ class SimNode:
         manager = BlockManager(cache, self.pool, plan.step_tokens, enable_prefix_caching=reuses)
         self.scheduler = SimScheduler(self, manager, self.connector)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
-        self.steps = DeviceSteps(self.device.mark)
         self._inbox: list[SimRequest] = []
         self._aborts: list[str] = []
         self._reports = RankReports(plan.world_size)
@@ -330,7 +328,6 @@ class SimNode:
 
     def _send_orders(self) -> None:
         orders = self.connector.build_orders()
-        self.steps.begin(orders.step)
         for worker in self.workers:
             worker.order(orders)
 

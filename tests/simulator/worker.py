@@ -97,7 +97,7 @@ class SimWorker:
         assert self.transfers.decode is not None
         self.prefill, self.decode = self.transfers.prefill, self.transfers.decode
         # In place of the part that has threads and sockets.
-        self._half = WorkerHalf(self, self.tiers)  # type: ignore[arg-type]
+        self._half = WorkerHalf(self.transfers, self.tiers)  # type: ignore[arg-type]
         self.checks.begin(self)
 
     def _liar(self) -> Liar:
@@ -134,6 +134,8 @@ class SimWorker:
             self.reports,
             self.metrics,
             random.Random(self.world.random.getrandbits(64)),
+            shared=self.shared,
+            record=lambda: self.node.device.mark(),
         )
 
     def _introduction(self) -> Introduction:
@@ -188,22 +190,6 @@ class SimWorker:
         self.checks.ordered(self, orders)
         self._half.before_step(orders)
 
-    def before_step(self, orders: Orders) -> None:
-        """See ``TransferWorker``."""
-        if self.shared is not None:
-            self.shared.begin(orders.step, orders.reused)
-
-    def start(self, orders: Orders) -> None:
-        """See ``TransferWorker``."""
-        if not orders:
-            return
-        finished = self.node.steps.finished
-        if orders.named and self.shared is not None:
-            named, number = self.shared.name, self.shared.number
-            is_computed = finished(orders.step - 1)
-            self.transfers.call(lambda now: named(orders.named, number, is_computed))
-        self.transfers.order(orders, finished)
-
     def take_results(self) -> list[Results]:
         """What the transfer thread reported since the last call."""
         results, self._results = self._results, []
@@ -242,7 +228,7 @@ class SimWorker:
         def over() -> None:
             self.is_drained = True
 
-        self.transfers.drain(over, STOPPING, self.config.drain_s)
+        self.transfers.quiesce(over, STOPPING, self.config.drain_s)
 
     def stop(self) -> None:
         """The process is stopped where it is."""

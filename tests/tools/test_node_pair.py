@@ -140,7 +140,7 @@ def test_what_measures_a_link_gets_nothing_of_the_cache_and_leaves_nothing(node,
 def test_a_peer_that_has_shared_memory_itself_is_measured_over_its_engine(node):
     """What it is sent is not the memory of its own landing slots."""
     both = node("kv_both", engine="nixl")
-    assert both.workers[0]._transfers.local.introduction.memory is not None
+    assert both.workers[0].local.introduction.memory is not None
     said = asked(configured("kv_consumer", engine="nixl"), both.address, measured=True)
     assert " GB/s" in said["contiguous"].found
     assert "mapped" not in said["contiguous"].found

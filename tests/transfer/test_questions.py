@@ -59,7 +59,7 @@ def test_a_worker_describes_itself(worker):
     assert told.lane == "memory of this process"
     assert told.versions["python"]
     assert told.introduction.meaning.identity.weights == {"files": "1f"}
-    assert told.introduction.table.regions == worker._transfers.local.introduction.table.regions
+    assert told.introduction.table.regions == worker.local.introduction.table.regions
     assert worker.state()["inbound_peers"] == 0, "who asks is no peer"
 
 

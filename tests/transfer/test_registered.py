@@ -67,7 +67,7 @@ def test_a_worker_that_cannot_start_leaves_nothing_open(monkeypatch, fails):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if fails == "port" else 0
         if fails == "thread":
-            monkeypatch.setattr(WorkerTransfers, "start", lambda *_: 1 / 0)
+            monkeypatch.setattr(WorkerTransfers, "serve", lambda *_: 1 / 0)
         with pytest.raises(ConfigError if fails == "port" else ZeroDivisionError):
             start(engine, "kv_both", slot_bytes=1 << 16, port=port)
     assert engine.closed.is_set()
@@ -142,7 +142,7 @@ def test_a_worker_sleeps_only_once_its_thread_has_let_go(monkeypatch):
     engine.go_on.set()
     worker.sleep()
     worker.wake()
-    monkeypatch.setattr(worker._transfers.decode, "loads", {"a": None, "b": None})
+    monkeypatch.setattr(worker.decode, "loads", {"a": None, "b": None})
     with pytest.raises(LocalError, match="cannot sleep: requests are being loaded"):
         worker.sleep()
     monkeypatch.undo()

@@ -65,7 +65,7 @@ def _identity(start: Start) -> Any:
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(given)
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
     assert engine
-    return get_kv_transfer_group()._worker.transfer._transfers.local.introduction.meaning.identity
+    return get_kv_transfer_group()._worker.transfer.local.introduction.meaning.identity
 
 
 def _run(starts: Sequence[Start]) -> None:

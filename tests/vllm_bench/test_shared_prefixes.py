@@ -52,7 +52,7 @@ def begun():
                 engine.half.pulls._find_s = _FIND_S
                 engine.half.pulls._rate.measured(1000, 100.0)
                 engine.half.pulls._rate.measured = lambda num_tokens, seconds: None
-                finds = engine.worker._worker.transfer._transfers.decode.finds
+                finds = engine.worker._worker.transfer.decode.finds
                 finds._config = msgspec.structs.replace(finds._config, find_s=_FIND_S)
                 made.append(engine)
             return made

@@ -35,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvconnect.errors import ConfigError
-from kvconnect.metrics import FAMILIES, Metrics, OffloadMetrics, merge_changes
+from kvconnect.metrics import FAMILIES, Metrics, OffloadMetrics
 from kvconnect.transfer.orders import OffloadReport, Results, TierChange
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
@@ -276,14 +276,12 @@ def test_prometheus_shows_what_the_workers_told(clean_registry):
 def test_every_number_of_a_worker_has_a_series(clean_registry):
     exported = prom()
     halves = [Metrics(), OffloadMetrics()]
+    write = {"counter": "inc", "gauge": "set", "histogram": "observe"}
     for metrics in halves:
         for numbers in metrics.families.values():
             if metrics is halves[0] or numbers.family.name not in halves[0].families:
-                number = numbers.labels(*numbers.family.labels)
-                (number.inc if numbers.family.kind == "counter" else number.set)(5)
-        for observations in metrics.histograms.values():
-            observations.observe(5)
-    both = merge_changes(*(metrics.changes() for metrics in halves))
+                getattr(numbers.labels(*numbers.family.labels), write[numbers.family.kind])(5)
+    both = halves[1].changes(halves[0].changes())
     exported.observe(over_the_wire(TransferStats.of_worker(0, both)))
     for family in FAMILIES:
         if family.kind == "counter":

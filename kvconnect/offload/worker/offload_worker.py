@@ -245,8 +245,8 @@ class OffloadWorker:
     def on_results(self, wake: Callable[[], None]) -> None:
         self._jobs.wake = wake
 
-    def changes(self) -> Changes | None:
-        return self._metrics.changes()
+    def changes(self, more: Changes | None = None) -> Changes | None:
+        return self._metrics.changes(more)
 
     def state(self) -> dict[str, int]:
         return {**self._jobs.counts(), "copies": len(self._loop.copies)}
