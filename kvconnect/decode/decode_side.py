@@ -115,7 +115,7 @@ class DecodeSide:
             is_unused = always
         timer = self._timers.timer(lambda now: self._look_again(load, now))
         deadline = now + self._config.load_timeout_s
-        load = LoadRecord(order, key, now, deadline, is_unused, self._touched, timer)
+        load = LoadRecord(order, now, deadline, is_unused, self._touched, timer)
         timer.at(deadline)
         self.loads[order.request_id] = load
         self._queue[load] = None

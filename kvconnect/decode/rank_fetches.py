@@ -82,7 +82,7 @@ class RankFetches:
             load.fail(Cause.INTERNAL(f"its chunks could not be planned: {type(error).__name__}: {error}"))
             return
         fetch.move(RankFetchState.ASKED)
-        fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
+        fetch.transfer_id, fetch.link = transfer_id, link.name
         self._asked[transfer_id] = fetch
         message = Fetch(
             transfer_id=transfer_id,
@@ -166,20 +166,17 @@ class RankFetches:
             case _ if fetch.state is not RankFetchState.ASKED:
                 pass
             case Accepted(epoch=epoch):
-                self._accepted(fetch, epoch)
+                if fetch.load.epochs.setdefault(fetch.rank, epoch) != epoch:
+                    fetch.load.fail(OTHER_EPOCH)
             case CreditRequest():
                 self.bay.requested(fetch.landing, message)
             case Landed():
                 self._landed(fetch, message)
 
-    def _accepted(self, fetch: RankFetch, epoch: int) -> None:
-        if fetch.load.epochs.get(fetch.rank, epoch) != epoch:
-            fetch.load.fail(OTHER_EPOCH)
-        fetch.epoch = epoch
-
     def _landed(self, fetch: RankFetch, message: Landed) -> None:
-        if not fetch.epoch and message.epoch:
-            self._accepted(fetch, message.epoch)
+        if message.epoch:
+            # A fetch that had not to wait is accepted by its first chunk. ``Written`` has the epoch again.
+            fetch.load.epochs.setdefault(fetch.rank, message.epoch)
         if fetch.load.error:
             return
         reason = self.bay.landed(fetch.landing, message)
@@ -202,11 +199,9 @@ class RankFetches:
 
     def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
         """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
-        load = fetch.load
         if written.again and written.quiescent and self._repeat(fetch):
-            load.epochs.pop(fetch.rank, None)
             return
-        load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
+        fetch.load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
         self._end(fetch, until, written.unsettled)
 
     def _repeat(self, fetch: RankFetch) -> bool:
@@ -217,6 +212,7 @@ class RankFetches:
         if fetch.load.error or fetch.repeats == MOST_REPEATS:
             return False
         fetch.repeats += 1
+        fetch.load.epochs.pop(fetch.rank, None)
         self.bay.close(fetch.landing, None)
         self._leave(fetch, RankFetchState.MEETING)
         fetch.load.touch()
@@ -226,7 +222,7 @@ class RankFetches:
         """The peer has written all chunks: they are valid if their epoch is that of the accepted fetch."""
         load = fetch.load
         # A fetch without an epoch had no chunk landed, and fails for that.
-        if written.epoch != fetch.epoch and fetch.epoch:
+        if load.epochs.get(fetch.rank, written.epoch) != written.epoch:
             text = "the prefill node wrote another lease's KV than that which it had accepted to send"
             load.fail(Cause.EPOCH(text))
             self._end(fetch, None)

@@ -20,9 +20,7 @@ from tests.transfer.pair import Pair
 
 
 def loading():
-    return LoadRecord(
-        Load("r", "h", ("P", "x", 1), 4, ()), ("P", "x", 1), 0.0, 1.0, lambda: True, lambda load: None, None
-    )
+    return LoadRecord(Load("r", "h", ("P", "x", 1), 4, ()), 0.0, 1.0, lambda: True, lambda load: None, None)
 
 
 def test_the_first_reason_is_kept():
