@@ -151,20 +151,20 @@ class RankFetches:
     def receive(self, message: AboutFetch, link: str, now: float) -> None:
         """Take a peer's message about a fetch; only the peer that received the fetch may send it."""
         fetch = self._asked.get(message.transfer_id)
+        if isinstance(message, Written):
+            # Also of a fetch that D has ended: its slots need wait for no quarantine any more.
+            self.bay.answered(message, link, now + self._config.quarantine_s)
         if fetch is None or fetch.link != link:
-            # D has ended this fetch. The message can only still show which slots may be granted again.
-            if isinstance(message, Written):
-                self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
                 who = self._peers.links.get(link, link)
                 what = f"it has not been asked for transfer {message.transfer_id}"
                 self._misused(who, what)
             return
+        if fetch.state is not RankFetchState.ASKED:
+            return
         match message:
             case Written():
                 self._written(fetch, message, now)
-            case _ if fetch.state is not RankFetchState.ASKED:
-                pass
             case Accepted(epoch=epoch):
                 if fetch.load.epochs.setdefault(fetch.rank, epoch) != epoch:
                     fetch.load.fail(OTHER_EPOCH)
@@ -184,25 +184,15 @@ class RankFetches:
             fetch.load.fail(Cause.LANDING(f"what landed is not what was asked for: {reason}"))
 
     def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
+        """The peer has ended a fetch; of one that it broke off, some batches may still be written."""
         self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
         fetch.load.touch()
-        kept_until = now + self._config.quarantine_s
-        match fetch.state:
-            case RankFetchState.UNPACKING:
-                # The fetch has failed before: its slots need not wait for the unpack kernel or the
-                # quarantine.
-                self.bay.answered(written, fetch.link, kept_until)
-            case RankFetchState.ASKED if written.ok and written.quiescent:
-                self._all_written(fetch, written)
-            case RankFetchState.ASKED:
-                self._broken_off(fetch, written, None if written.quiescent else kept_until)
-
-    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
-        """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
-        if written.again and written.quiescent and self._repeat(fetch):
-            return
-        fetch.load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
-        self._end(fetch, until, written.unsettled)
+        if written.ok and written.quiescent:
+            self._all_written(fetch, written)
+        elif not (written.again and written.quiescent and self._repeat(fetch)):
+            fetch.load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
+            until = None if written.quiescent else now + self._config.quarantine_s
+            self._end(fetch, until, written.unsettled)
 
     def _repeat(self, fetch: RankFetch) -> bool:
         """Have a fetch repeated that the peer serves no more, if it may be. Whether it is.
