@@ -30,8 +30,7 @@ def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
     stranger.connect("x", "h", pair.prefill.channel.port)
     for data in (b"", b"\xc1", b"hello" * 1000, b"\x92\xa6cancel\x07", bytes(1 << 20)):
         stranger.send("x", data)
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     assert pair.landed()
     assert pair.prefill.count("failures", reason="peer_message") >= 4
 
@@ -50,8 +49,7 @@ def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
 def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups, match):
     pair.start("good", (7, 8), (30, 31))
     pair.hold("bad", P_IDS)
-    pair.load("bad", D_IDS, groups=groups)
-    pair.run(12)
+    pair.load("bad", D_IDS, groups=groups, run_s=12)
     assert "good" in pair.decode.received
     assert "good" not in pair.decode.failed
     assert pair.landed((7, 8), (30, 31))
@@ -63,8 +61,7 @@ def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups, 
 
 
 def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     prefill = pair.prefill.transfers.prefill
     (link,) = prefill.inbound_peers._peers
     stranger = pair.decode.channel
@@ -89,8 +86,7 @@ def fails_alone(pair, match, reason=None):
     """The request "a" fails, one that is fetched meanwhile does not, and nothing is left over."""
     before = pair.decode.storage.clone()
     pair.start()
-    pair.start("good", *GOOD)
-    pair.run(0.2)
+    pair.start("good", *GOOD, run_s=0.2)
     assert match in pair.decode.failed["a"]
     assert pair.decode.failed.keys() == {"a"}
     assert pair.landed(*GOOD)
@@ -170,12 +166,9 @@ def two_nodes():
     pair = Pair()
     other = pair.add("Q")
     pair.hold("b", (7, 8), worker=other)
-    pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
-    pair.settle()
+    pair.load("b", (40, 41), engine_id="Q", port=other.channel.port, run_s=0)
     assert pair.decode.received == ["b"]
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.settle()
+    pair.stall()
     (fetch,) = [fetch for fetch in pair.network.heard(Fetch) if fetch.handle == "handle-a"]
     return pair, fetch, lambda message: pair.say(message, other)
 
@@ -196,8 +189,7 @@ def test_a_stranger_cannot_speak_of_what_another_was_asked_for(kind):
     assert pair.decode.received == ["b"]
     assert pair.decode.count("failures", reason="peer_message") == 1
     assert pair.decode.landing.taken == 2
-    pair.prefill.engine.release()
-    pair.settle()
+    pair.release(run_s=0)
     assert pair.decode.failed == {}
     assert pair.landed()
     pair.assert_idle()
@@ -206,16 +198,14 @@ def test_a_stranger_cannot_speak_of_what_another_was_asked_for(kind):
 def test_a_stranger_cannot_end_the_quarantine_of_slots():
     pair, fetch, say = two_nodes()
     pair.cut()
-    pair.abort("a")
-    pair.settle()
+    pair.abort("a", run_s=0)
     assert quarantined(pair.decode.landing) == 2
     say(Written(fetch.transfer_id, False, True, 0, 0, 0.0, ""))
     pair.settle()
     assert quarantined(pair.decode.landing) == 2
     assert pair.decode.count("failures", reason="peer_message") == 1
-    pair.prefill.engine.release()
-    pair.run(101, step_s=1)
-    pair.assert_idle()
+    pair.release()
+    pair.assert_idle(101, step_s=1)
 
 
 def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
@@ -226,13 +216,11 @@ def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
 def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
     late = []
     pair.network.insert(Landed, lambda landed: late.append(landed) or [], times=2)
-    pair.start()
-    pair.run(0.2)
+    pair.start(run_s=0.2)
     assert "2 of them did not land" in pair.decode.failed["a"]
     for landed in late:
         pair.say(landed)
-    pair.start("good", *GOOD)
-    pair.settle()
+    pair.start("good", *GOOD, run_s=0)
     assert not pair.decode.storage[:, list(D_IDS)].any()
     assert pair.landed(*GOOD)
     assert pair.decode.count("failures", reason="peer_message") == 2
@@ -261,12 +249,10 @@ def test_more_slots_than_chunks_are_not_kept(pair):
     pair.prefill.engine.hold()
     grants = [CreditGrant(1, flood)] * 20
     pair.network.insert(Fetch, lambda fetch: [fetch, *grants], times=1)
-    pair.start()
-    pair.settle()
+    pair.start(run_s=0)
     (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
     assert len(sending.outbox._grants) <= 2
-    pair.prefill.engine.release()
-    pair.settle()
+    pair.release(run_s=0)
     assert pair.landed()
     pair.assert_idle()
 
@@ -274,14 +260,12 @@ def test_more_slots_than_chunks_are_not_kept(pair):
 def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
     pair.network.change(Fetch, times=1, grants=())
     pair.start()
-    pair.start("good", *GOOD)
-    pair.run(1)
+    pair.start("good", *GOOD, run_s=1)
     assert pair.landed(*GOOD)
     assert pair.prefill.send.taken == 0
     pair.run(ExtraConfig().load_timeout_s)
     assert "when load_timeout_s of the decode node was over" in pair.decode.failed["a"]
-    pair.run(1)
-    pair.assert_idle()
+    pair.assert_idle(1)
 
 
 def test_a_chunk_larger_than_our_own_slots_is_not_packed():
@@ -297,15 +281,12 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     pair.network.insert(Fetch, enlarge, times=1)
     arena = pair.prefill.arenas[1]
     arena.view(arena.address, arena.length_bytes).fill_(0x5A)
-    pair.start("a", source, target)
-    pair.run(0.1)
+    pair.start("a", source, target, run_s=0.1)
     assert arena.view(arena.address, arena.length_bytes).eq(0x5A).all(), "written beyond a slot"
     assert "15360 bytes, a slot of the prefill node has 1024" in pair.decode.failed["a"]
-    pair.start("good", (50, 51), (60, 61))
-    pair.settle()
+    pair.start("good", (50, 51), (60, 61), run_s=0)
     assert pair.landed((50, 51), (60, 61))
-    pair.run(110, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(110, step_s=1)
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,7 @@ def test_a_node_that_falls_silent_with_slots_does_not_keep_others_from_theirs():
         pair.start(f"r{number}", *blocks(number))
     pair.settle(60)
     assert len(pair.decode.received) == 16
-    pair.run(100, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(100, step_s=1)
 
 
 def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
@@ -145,8 +144,7 @@ def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
     for number in range(3):
         pair.load(f"early{number}", blocks(number)[1])
     pair.settle()
-    pair.start("ready", *blocks(3))
-    pair.run(1)
+    pair.start("ready", *blocks(3), run_s=1)
     assert pair.decode.received == ["ready"]
     for number in range(3):
         pair.hold(f"early{number}", blocks(number)[0])
@@ -163,10 +161,9 @@ def test_as_many_bytes_are_under_way_as_are_allowed():
         decode_blocks=260,
     )
     pair.prefill.engine.hold()
-    pair.start("a", *blocks(0))
-    pair.settle()
+    pair.start("a", *blocks(0), run_s=0)
     assert pair.prefill.gauge("inflight_bytes") == 1536
-    pair.prefill.engine.release()
+    pair.release()
     pair.settle(20)
     assert pair.landed(*blocks(0))
     pair.assert_idle()
@@ -193,8 +190,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
         other.order(Orders(loads=(load,)))
     pair.run(1)
     assert pair.prefill.send.taken == 3
-    pair.start("a", *blocks(0))
-    pair.run(1)
+    pair.start("a", *blocks(0), run_s=1)
     assert pair.decode.received == ["a"]
     assert pair.landed(*blocks(0))
 

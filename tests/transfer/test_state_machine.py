@@ -48,12 +48,10 @@ def test_an_illegal_move_of_one_request_keeps_no_other_from_landing(pair):
     """A bug of ours, planted: the record of one request cannot take what happens to it."""
     pair.prefill.engine.hold()
     pair.start()
-    pair.start("b", (11, 12), (31, 32))
-    pair.run(0.2)
+    pair.start("b", (11, 12), (31, 32), run_s=0.2)
     (broken,) = pair.decode.transfers.decode.loads["a"].fetches.values()
     broken.move = lambda after: (_ for _ in ()).throw(IllegalTransition("x"))
-    pair.prefill.engine.release()
-    pair.run(1)
+    pair.release(run_s=1)
     assert pair.decode.received == ["b"]
     assert pair.landed((11, 12), (31, 32))
     assert pair.decode.count("failures", reason="illegal_move") > 0
@@ -61,8 +59,7 @@ def test_an_illegal_move_of_one_request_keeps_no_other_from_landing(pair):
     pair.run(pair.config.load_timeout_s + 1, step_s=1)
     assert sorted(pair.decode.received) == ["a", "b"]
     assert "did not arrive within" in pair.decode.failed["a"]
-    pair.run(pair.config.quarantine_s + 1, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(pair.config.quarantine_s + 1, step_s=1)
 
 
 def test_an_error_over_a_lease_keeps_no_other_from_ending(monkeypatch):
