@@ -18,16 +18,7 @@ from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
-from kvconnect.peer.messages import (
-    Accepted,
-    Cancel,
-    CreditRequest,
-    Fetch,
-    Grant,
-    Landed,
-    PinPrefix,
-    Written,
-)
+from kvconnect.peer.messages import Accepted, Cancel, CreditRequest, Fetch, Grant, Landed, PinPrefix, Written
 from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows

@@ -24,14 +24,7 @@ from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.exponent_code import ExponentCoder
-from kvconnect.peer.messages import (
-    CacheMeaning,
-    Introduction,
-    Message,
-    Side,
-    decode,
-    encode,
-)
+from kvconnect.peer.messages import CacheMeaning, Introduction, Message, Side, decode, encode
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.local import Local

@@ -56,12 +56,7 @@ class Ranks(Deployment):
         self._seeds = itertools.count(seed)
 
     def _workers(
-        self,
-        engine_id: str,
-        shape: Shape,
-        ranks: int | Topology,
-        num_blocks: int,
-        slot_bytes: int,
+        self, engine_id: str, shape: Shape, ranks: int | Topology, num_blocks: int, slot_bytes: int
     ) -> list[FakeWorker]:
         workers = []
         topology = Topology(ranks) if isinstance(ranks, int) else ranks

@@ -18,12 +18,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Transport
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import SharedMemory
-from kvconnect.peer.messages import (
-    Fetch,
-    Grant,
-    Landed,
-    Written,
-)
+from kvconnect.peer.messages import Fetch, Grant, Landed, Written
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined
 from tests.transfer.test_hostile import fails_alone

@@ -22,12 +22,7 @@ SOURCE = tuple(range(1, 11))
 TARGET = tuple(range(31, 21, -1))
 """Five chunks."""
 CONFIG = ExtraConfig(
-    num_slots=2,
-    load_timeout_s=10,
-    peer_timeout_s=4,
-    lease_s=6,
-    transfer_timeout_s=30,
-    quarantine_s=40,
+    num_slots=2, load_timeout_s=10, peer_timeout_s=4, lease_s=6, transfer_timeout_s=30, quarantine_s=40
 )
 LONGEST_S = CONFIG.load_timeout_s + CONFIG.quarantine_s + 1
 STATES = ("asked", "some landed", "unpacking", "written")

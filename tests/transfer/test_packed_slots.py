@@ -155,11 +155,7 @@ def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
 
 
 def test_as_many_bytes_are_under_way_as_are_allowed():
-    pair = Pair(
-        ExtraConfig(num_slots=8, max_inflight_bytes=1536),
-        prefill_blocks=250,
-        decode_blocks=260,
-    )
+    pair = Pair(ExtraConfig(num_slots=8, max_inflight_bytes=1536), prefill_blocks=250, decode_blocks=260)
     pair.prefill.engine.hold()
     pair.start("a", *blocks(0), run_s=0)
     assert pair.prefill.gauge("inflight_bytes") == 1536
