@@ -80,30 +80,6 @@ def test_loads_that_come_while_a_peer_is_tried_again_wait_for_what_comes_of_it()
     assert len(pair.decode.failed) == 3
 
 
-def test_only_the_first_load_of_a_blackholed_peer_waits_for_the_greeting():
-    pair = Pair()
-    pair.cut()
-    pair.load("a", D_IDS)
-    run_until_breaker_is(pair, "open")
-    assert "did not answer the greeting within 5 s" in pair.decode.failed["a"]
-    for number in range(5):
-        pair.load(f"r{number}", (40,))
-    pair.settle()
-    assert sum("out of reach" in reason for reason in pair.decode.failed.values()) == 5
-
-
-def test_after_a_link_blip_the_peer_is_met_again_by_itself():
-    pair = met()
-    pair.cut(run_s=25)
-    pair.mend()
-    pair.run(ExtraConfig().retry_max_s + 6)
-    hellos = len(pair.network.heard(Hello))
-    pair.start("b", *OTHER, run_s=0.1)
-    assert pair.landed(*OTHER)
-    assert len(pair.network.heard(Hello)) == hellos, "the connection was there already"
-    pair.assert_idle()
-
-
 def test_a_peer_that_stays_dead_is_tried_ever_more_rarely_and_in_the_end_not_at_all():
     pair = met()
     pair.cut()

@@ -78,22 +78,6 @@ def test_a_late_write_into_quarantine_reaches_nobody():
     pair.assert_idle(ExtraConfig().quarantine_s + 1, step_s=1)
 
 
-@pytest.mark.parametrize("after_bytes", [0, 1, 100, 383])
-@pytest.mark.parametrize("quiescent", [True, False])
-def test_a_write_that_was_cut_off_is_never_used(after_bytes, quiescent):
-    pair = Pair(ONE_SLOT)
-    pair.prefill.engine.cut_next(after_bytes, quiescent)
-    pair.start("cut", *SHORT)
-    pair.start("next", (8,), (31,), run_s=0)
-    assert pair.decode.failed == {"cut": "the prefill node's engine: cut on request"}
-    assert quarantined(pair.decode.landing) == (not quiescent)
-    pair.prefill.engine.land_late()
-    pair.run(ExtraConfig().quarantine_s + 1, step_s=1)
-    assert pair.landed((8,), (31,))
-    assert not pair.decode.storage[:, list(SHORT[1])].any()
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize(("names", "lost"), [(None, 2), (0, 0), (1, 1), (2, 2)])
 def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land(names, lost):
     """P's answer to a cancel is that memory is not quiescent: all of the slots, or those that it names."""
