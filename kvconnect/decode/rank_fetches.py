@@ -204,8 +204,7 @@ class RankFetches:
         load = fetch.load
         # A fetch without an epoch had no chunk landed, and fails for that.
         if load.epochs.get(fetch.rank, written.epoch) != written.epoch:
-            text = "the prefill node wrote another lease's KV than that which it had accepted to send"
-            load.fail(Cause.EPOCH(text))
+            load.fail(OTHER_EPOCH)
             self._end(fetch, None)
             return
         moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])
