@@ -23,12 +23,7 @@ from kvconnect.plan.blocks import BlockIdsByGroup
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import Parked, Parking
 from kvconnect.transfer.orders import Await, LetGo, Load, OrdersDraft, Results, blocks_of
-from kvconnect.transfer.params import (
-    MOST_LATER_PROMPTS,
-    RemotePrefill,
-    read_remote_prefill,
-    transfer_params,
-)
+from kvconnect.transfer.params import MOST_LATER_PROMPTS, RemotePrefill, read_remote_prefill, transfer_params
 from kvconnect.transfer.stack import LongestRequest, RequestView, StackTraits
 
 _MOST_PARKED_AT_ONCE = 4
@@ -62,25 +57,22 @@ class _Share:
 
 
 class EarlyLoads:
-    """Early loads, which get their blocks on D before P holds the KV, and the room for more of them.
+    """Early loads, which get their blocks on D before P is known to hold the KV, and the room for more.
 
-    Where a router sends a request to both nodes at once, a load that has its blocks when P has computed the
-    first chunk saves time. An early load holds blocks of D while it waits for P to get blocks. Every other
-    request does the opposite: P holds blocks for it while it waits for blocks of D. Without a bound both
-    pools could fill, and each node would wait for the other.
+    Where a router sends a request to both nodes at once, an early load saves time. It holds blocks of D while
+    it waits for P to get blocks. Every other request does the opposite: P holds blocks for it while it waits
+    for blocks of D. Without a bound both pools could fill, and each node would wait for the other.
 
-    Why no cycle of waits remains. A load is early if it was ordered before P was known to hold its KV. The
-    reserve is the number of blocks that the longest request needs. Early loads never take the reserve, nor
-    the last of the places for loads under way on a worker. Therefore D fetches all KV that P holds, in the
-    end: all blocks of D outside early loads belong to requests that run, or that fetch KV which P holds, and
-    these end without P. After that the reserve suffices for any one request, so the first in D's queue gets
-    its blocks, and its load a place. Fetched KV frees blocks on P, and prefills that wait there, those of
-    early loads included, get them in turn: running prefills wait only for each other, and are preempted. A
-    request that may not begin early waits in D's queue without a block, which closes no cycle, until P holds
-    its KV or never will; D asks P to report that when the request first has to wait.
+    Why no cycle of waits remains. Early loads never take the reserve, which is the blocks that the longest
+    request needs, nor the last of the places for loads under way on a worker. All other blocks of D belong to
+    requests that run, or that fetch KV which P holds, and these end without P. Then the reserve suffices for
+    any one request, so the first in D's queue gets its blocks, and its load a place: D fetches all KV that P
+    holds, in the end. That frees blocks on P, and prefills that wait there get them in turn. A request that
+    may not begin early waits in D's queue without a block until P holds its KV or never will, which P is
+    asked to report.
 
-    This holds between nodes that only prefill and nodes that only decode. Two nodes that do both for each
-    other have one pool for both ends; there a wait may last until a lease expires.
+    Two nodes that both prefill and decode for each other have one pool for both ends; there a wait may last
+    until a lease expires.
 
     All cache groups share one pool. Without a ``longest`` request nothing is reserved.
     """

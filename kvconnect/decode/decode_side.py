@@ -24,27 +24,12 @@ from kvconnect.metrics import count_error
 from kvconnect.outcome import Cause, Outcome, Reason
 from kvconnect.peer.channel import Arrival, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
-from kvconnect.peer.messages import (
-    Accepted,
-    CreditRequest,
-    Landed,
-    PrefixFound,
-    Renewed,
-    Welcome,
-    Written,
-)
+from kvconnect.peer.messages import Accepted, CreditRequest, Landed, PrefixFound, Renewed, Welcome, Written
 from kvconnect.peer.session import Ended, Event, Misused
 from kvconnect.timeline import Moment
 from kvconnect.transfer.link_reports import Transports, refusal
 from kvconnect.transfer.orders import LetGo, Load, Orders, PeerKey, Results
-from kvconnect.transfer.parts import (
-    AGAIN_S,
-    Finished,
-    Pace,
-    TransferContext,
-    always,
-    carry_out_each,
-)
+from kvconnect.transfer.parts import AGAIN_S, Finished, Pace, TransferContext, always, carry_out_each
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +100,7 @@ class DecodeSide:
             is_unused = always
         timer = self._timers.timer(lambda now: self._look_again(load, now))
         deadline = now + self._config.load_timeout_s
-        load = LoadRecord(order, key, now, deadline, is_unused, self._touched, timer)
+        load = LoadRecord(order, now, deadline, is_unused, self._touched, timer)
         timer.at(deadline)
         self.loads[order.request_id] = load
         self._queue[load] = None
@@ -192,11 +177,7 @@ class DecodeSide:
 
     def state(self) -> dict[str, int]:
         """Counts of loads and awaited handles, zero when idle, and of known peers."""
-        return {
-            "loads": len(self.loads),
-            "awaited": len(self.renewals.awaited),
-            "peers": len(self.peers),
-        }
+        return {"loads": len(self.loads), "awaited": len(self.renewals.awaited), "peers": len(self.peers)}
 
     def _touched(self, load: LoadRecord) -> None:
         self._due[load] = None

@@ -45,7 +45,6 @@ class RankFetch:
     """One source rank's part of a load.
 
     ``landing``: its chunks and slots. ``repeats``: how often the peer lost it or its chunks before the end.
-    ``epoch``: the epoch of the lease under which the peer accepted the fetch, 0 until then.
     """
 
     load: LoadRecord
@@ -55,7 +54,6 @@ class RankFetch:
     link: str = ""
     landing: Landing | None = None
     repeats: int = 0
-    epoch: int = 0
 
     def move(self, after: RankFetchState) -> None:
         """Change state, or raise ``IllegalTransition``."""
@@ -79,14 +77,13 @@ class LoadRecord:
 
     ``is_unused`` returns whether the device has finished all earlier use of the blocks. ``admitted``: the
     load has had its turn. ``fetches``: empty until the peer's ranks are known. ``given_back``: the peer was
-    informed of the failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, as
-    far as known. ``is_ragged``: see ``Results``. ``attachment``: what came with the KV. ``on_device``: all
-    ranks that sent named KV so far had it on their device. ``changed`` is called with the load when it has
-    to be advanced.
+    informed of the failure. ``moved``: bytes and chunks by lane. ``epochs``: those of the leases by rank, of
+    a renewal or the fetch's acceptance. ``is_ragged``: see ``Results``. ``attachment``: what came with the
+    KV. ``on_device``: all ranks that sent named KV so far had it on their device. ``changed`` is called with
+    the load when it has to be advanced.
     """
 
     order: Load
-    peer: PeerKey
     ordered_at: float
     deadline: float
     is_unused: Callable[[], bool]
@@ -102,6 +99,10 @@ class LoadRecord:
     is_ragged: bool = False
     attachment: bytes = b""
     on_device: bool = True
+
+    @property
+    def peer(self) -> PeerKey:
+        return self.order.peer
 
     @property
     def handle(self) -> str:

@@ -39,11 +39,12 @@ _REST_WAITS = 10
 class _Pull:
     """A request that may be pulled; ``left`` are the sources not asked yet, ``asked`` is the one asked last.
 
-    ``prefix``: the prefix looked up there; it must answer by ``deadline``; ``found``: its answer.
-    ``computed``, ``local``: tokens computed, and restorable on D, at the time of the lookup. ``waits_until``:
-    end of the wait for another request that pulls the same. ``asks_until``: after that no further source is
-    asked. ``outcome``: counted if nothing is loaded; empty if no source was asked. ``tier``: the source's
-    slowest that has some of what was found. ``is_over``: no lookup follows until the request begins anew.
+    ``prefix``: the prefix looked up there; it must answer by ``deadline``; ``found``: its answer, of which
+    ``num_tokens`` are loaded under ``handle`` since ``began_at``. ``computed``, ``local``: tokens computed,
+    and restorable on D, at the time of the lookup. ``waits_until``: end of the wait for another request that
+    pulls the same. ``asks_until``: after that no further source is asked. ``outcome``: counted if nothing is
+    loaded; empty if no source was asked. ``tier``: the source's slowest that has some of what was found.
+    ``is_over``: no lookup follows until the request begins anew.
     """
 
     sources: tuple[Address, ...]
@@ -57,6 +58,9 @@ class _Pull:
     found: Found | None = None
     computed: int = 0
     local: int = 0
+    handle: str = ""
+    num_tokens: int = 0
+    began_at: float = 0.0
     outcome: str = ""
     tier: str = ""
     is_over: bool = False
@@ -73,18 +77,6 @@ class _Pull:
         """The first name that is looked up: the same for all requests of one prompt."""
         assert self.prefix is not None
         return self.prefix.names[self.prefix.start_tokens // self.prefix.naming.tokens]
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """A load under way since ``began_at``: of ``num_tokens``, ``gain`` of them not restorable on D."""
-
-    source: Address
-    key: bytes
-    handle: str
-    num_tokens: int
-    gain: int
-    began_at: float
 
 
 class PullRequests:
@@ -111,7 +103,8 @@ class PullRequests:
         self.has_sources = bool(self._sources.configured)
         self.requests: dict[str, _Pull] = {}
         """Requests that may be pulled. If this and ``loading`` are empty, no hook has work."""
-        self.loading: dict[str, _Loading] = {}
+        self.loading: dict[str, _Pull] = {}
+        """Those whose load is under way, also once their request has ended."""
         # By first name: the request that looks it up or loads it.
         self._under_way: dict[bytes, str] = {}
         # Requests being computed: their tokens, the tokens at hand, and since when.
@@ -184,10 +177,8 @@ class PullRequests:
             Load(request_id, handle, ("", *pull.asked), end, groups, refusal, prefix=prefix)
         )
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
-        gain = num_external_tokens - pull.local
-        self.loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
-        pull.outcome, pull.is_over = LOADED, True
-        pull.prefix = pull.found = None
+        pull.handle, pull.num_tokens, pull.began_at = handle, num_external_tokens, now
+        pull.outcome, pull.is_over, self.loading[request_id] = LOADED, True, pull
 
     def preempted(self, request_id: str) -> None:
         """A request lost its blocks and begins anew: it may be pulled, unless a pull of it has failed."""
@@ -201,9 +192,8 @@ class PullRequests:
         self._measure(request_id, self._clock())
         self._computing.pop(request_id, None)
         pull = self.requests.pop(request_id, None)
-        if pull is not None and not pull.is_over:
-            self._drop(request_id, pull, ABORTED)
-            self._give_up(request_id, pull)
+        if pull is not None:
+            self._give_up(request_id, pull, ABORTED)
         if request_id in self.loading:
             self._draft.aborted.append(request_id)
         return request_id in self.loading
@@ -217,9 +207,7 @@ class PullRequests:
     def reset(self) -> None:
         """The caches were reset: drop all lookups, whose KV may be of other weights."""
         for request_id, pull in self.requests.items():
-            if not pull.is_over:
-                self._drop(request_id, pull, ABORTED)
-                self._give_up(request_id, pull)
+            self._give_up(request_id, pull, ABORTED)
 
     def update_results(self, results: Results) -> None:
         """Take the workers' results: answers to lookups, and ended loads."""
@@ -229,13 +217,13 @@ class PullRequests:
             if pull is not None and pull.prefix is not None and pull.found is None:
                 self._answered(found, pull, now)
         for request_id in results.received if self.loading else ():
-            loading = self.loading.pop(request_id, None)
-            if loading is not None:
-                self._loaded(request_id, loading, request_id not in results.failed, now)
+            pull = self.loading.pop(request_id, None)
+            if pull is not None:
+                self._loaded(request_id, pull, request_id not in results.failed, now)
 
     def tier_of(self, request_id: str) -> str:
         """The source's slowest tier that has some of what a request loads by name; empty without a pull."""
-        return self.requests[request_id].tier if request_id in self.loading else ""
+        return self.loading[request_id].tier if request_id in self.loading else ""
 
     def state(self) -> dict[str, int]:
         """Counts of the pulls kept here. All zero when idle."""
@@ -345,29 +333,28 @@ class PullRequests:
         self._sources.rest(pull.asked, now + rest_s)
         self._drop(request_id, pull, UNANSWERED)
 
-    def _loaded(self, request_id: str, loading: _Loading, ok: bool, now: float) -> None:
-        self._leave(request_id, loading.key)
-        self._draft.note(Moment.LOADED, loading.handle, request_id, ok)
-        pull = self.requests.get(request_id)
-        if pull is None:
+    def _loaded(self, request_id: str, pull: _Pull, ok: bool, now: float) -> None:
+        source, key, num_tokens, rate = pull.asked, pull.key, pull.num_tokens, self._rate.tokens_per_s
+        assert source is not None
+        self._leave(request_id, key)
+        pull.prefix = pull.found = None
+        self._draft.note(Moment.LOADED, pull.handle, request_id, ok)
+        if self.requests.get(request_id) is not pull:
             self._count(request_id, ABORTED)
-        elif ok:
-            self._count(request_id, LOADED, loading.num_tokens)
-        else:
+        elif not ok:
             pull.outcome = FAILED
-            self._sources.miss(loading.source, loading.key, now)
+            self._sources.miss(source, key, now)
             self._count(request_id, FAILED)
-        rate = self._rate.tokens_per_s
-        if pull is None or not ok or not rate:
-            return
-        saved_s = loading.gain / rate - (now - loading.began_at)
-        if self._sources.loaded(loading.source, saved_s, now):
-            logger.info(
-                "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than computing",
-                *loading.source,
-                SLOW_REST_S,
-                loading.num_tokens,
-            )
+        else:
+            self._count(request_id, LOADED, num_tokens)
+            saved_s = (num_tokens - pull.local) / rate - (now - pull.began_at) if rate else 0.0
+            if rate and self._sources.loaded(source, saved_s, now):
+                logger.info(
+                    "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than computing",
+                    *source,
+                    SLOW_REST_S,
+                    num_tokens,
+                )
 
     def _drop(self, request_id: str, pull: _Pull, outcome: str) -> None:
         """Drop a lookup or its answer, with its outcome."""
@@ -376,10 +363,12 @@ class PullRequests:
             pull.outcome = outcome
         pull.prefix = pull.found = None
 
-    def _give_up(self, request_id: str, pull: _Pull) -> None:
-        """End a request's lookups, unless it begins anew, and count the outcome."""
-        self._drop(request_id, pull, NOT_WORTH_IT)
-        if pull.outcome and not pull.is_over:
+    def _give_up(self, request_id: str, pull: _Pull, outcome: str = NOT_WORTH_IT) -> None:
+        """End a request's lookups, unless it begins anew, and count the outcome, of a last one this."""
+        if pull.is_over:
+            return
+        self._drop(request_id, pull, outcome)
+        if pull.outcome:
             self._count(request_id, pull.outcome)
         pull.is_over = True
 

@@ -18,16 +18,7 @@ from kvconnect.decode.peers import FetchPath, Peers, RankLink
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.outcome import Cause, Reason
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
-from kvconnect.peer.messages import (
-    Accepted,
-    Cancel,
-    CreditRequest,
-    Fetch,
-    Grant,
-    Landed,
-    PinPrefix,
-    Written,
-)
+from kvconnect.peer.messages import Accepted, Cancel, CreditRequest, Fetch, Grant, Landed, PinPrefix, Written
 from kvconnect.plan.chunks import PACK_BYTES_PER_S, Chunk, RequestCutter
 from kvconnect.timeline import Moment
 from kvconnect.transfer.kept import ParkedRows
@@ -82,7 +73,7 @@ class RankFetches:
             load.fail(Cause.INTERNAL(f"its chunks could not be planned: {type(error).__name__}: {error}"))
             return
         fetch.move(RankFetchState.ASKED)
-        fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
+        fetch.transfer_id, fetch.link = transfer_id, link.name
         self._asked[transfer_id] = fetch
         message = Fetch(
             transfer_id=transfer_id,
@@ -151,35 +142,32 @@ class RankFetches:
     def receive(self, message: AboutFetch, link: str, now: float) -> None:
         """Take a peer's message about a fetch; only the peer that received the fetch may send it."""
         fetch = self._asked.get(message.transfer_id)
+        if isinstance(message, Written):
+            # Also of a fetch that D has ended: its slots need wait for no quarantine any more.
+            self.bay.answered(message, link, now + self._config.quarantine_s)
         if fetch is None or fetch.link != link:
-            # D has ended this fetch. The message can only still show which slots may be granted again.
-            if isinstance(message, Written):
-                self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
                 who = self._peers.links.get(link, link)
                 what = f"it has not been asked for transfer {message.transfer_id}"
                 self._misused(who, what)
             return
+        if fetch.state is not RankFetchState.ASKED:
+            return
         match message:
             case Written():
                 self._written(fetch, message, now)
-            case _ if fetch.state is not RankFetchState.ASKED:
-                pass
             case Accepted(epoch=epoch):
-                self._accepted(fetch, epoch)
+                if fetch.load.epochs.setdefault(fetch.rank, epoch) != epoch:
+                    fetch.load.fail(OTHER_EPOCH)
             case CreditRequest():
                 self.bay.requested(fetch.landing, message)
             case Landed():
                 self._landed(fetch, message)
 
-    def _accepted(self, fetch: RankFetch, epoch: int) -> None:
-        if fetch.load.epochs.get(fetch.rank, epoch) != epoch:
-            fetch.load.fail(OTHER_EPOCH)
-        fetch.epoch = epoch
-
     def _landed(self, fetch: RankFetch, message: Landed) -> None:
-        if not fetch.epoch and message.epoch:
-            self._accepted(fetch, message.epoch)
+        if message.epoch:
+            # A fetch that had not to wait is accepted by its first chunk. ``Written`` has the epoch again.
+            fetch.load.epochs.setdefault(fetch.rank, message.epoch)
         if fetch.load.error:
             return
         reason = self.bay.landed(fetch.landing, message)
@@ -187,27 +175,15 @@ class RankFetches:
             fetch.load.fail(Cause.LANDING(f"what landed is not what was asked for: {reason}"))
 
     def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
+        """The peer has ended a fetch; of one that it broke off, some batches may still be written."""
         self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
         fetch.load.touch()
-        kept_until = now + self._config.quarantine_s
-        match fetch.state:
-            case RankFetchState.UNPACKING:
-                # The fetch has failed before: its slots need not wait for the unpack kernel or the
-                # quarantine.
-                self.bay.answered(written, fetch.link, kept_until)
-            case RankFetchState.ASKED if written.ok and written.quiescent:
-                self._all_written(fetch, written)
-            case RankFetchState.ASKED:
-                self._broken_off(fetch, written, None if written.quiescent else kept_until)
-
-    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
-        """The peer ended a fetch early; batches not cancelled may write until ``until`` (None: none)."""
-        load = fetch.load
-        if written.again and written.quiescent and self._repeat(fetch):
-            load.epochs.pop(fetch.rank, None)
-            return
-        load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
-        self._end(fetch, until, written.unsettled)
+        if written.ok and written.quiescent:
+            self._all_written(fetch, written)
+        elif not (written.again and written.quiescent and self._repeat(fetch)):
+            fetch.load.fail(written.error or Cause.PROTOCOL("the prefill node ended it without a reason"))
+            until = None if written.quiescent else now + self._config.quarantine_s
+            self._end(fetch, until, written.unsettled)
 
     def _repeat(self, fetch: RankFetch) -> bool:
         """Have a fetch repeated that the peer serves no more, if it may be. Whether it is.
@@ -217,6 +193,7 @@ class RankFetches:
         if fetch.load.error or fetch.repeats == MOST_REPEATS:
             return False
         fetch.repeats += 1
+        fetch.load.epochs.pop(fetch.rank, None)
         self.bay.close(fetch.landing, None)
         self._leave(fetch, RankFetchState.MEETING)
         fetch.load.touch()
@@ -226,9 +203,8 @@ class RankFetches:
         """The peer has written all chunks: they are valid if their epoch is that of the accepted fetch."""
         load = fetch.load
         # A fetch without an epoch had no chunk landed, and fails for that.
-        if written.epoch != fetch.epoch and fetch.epoch:
-            text = "the prefill node wrote another lease's KV than that which it had accepted to send"
-            load.fail(Cause.EPOCH(text))
+        if load.epochs.get(fetch.rank, written.epoch) != written.epoch:
+            load.fail(OTHER_EPOCH)
             self._end(fetch, None)
             return
         moved = load.moved.setdefault(self._peers.lane(fetch.link), [0, 0])

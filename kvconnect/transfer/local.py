@@ -19,13 +19,7 @@ from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.lanes import Fabric, Traffic, look_at_fabric, look_at_traffic
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.metrics import Metrics
-from kvconnect.pack.arena import (
-    ALIGN_BYTES,
-    Arena,
-    auto_slot_bytes,
-    fitted_slots,
-    spare_bytes,
-)
+from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slots, spare_bytes
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.exponent_code import ExponentCoder
 from kvconnect.pack.packer import Packer, make_coder
@@ -116,12 +110,7 @@ class Local:
 
     def _packer(self, table: RegionTable, wire: Wire, side: WireSide, digest_sample: int = 1) -> Packer:
         return Packer(
-            table,
-            wire,
-            side=side,
-            device=self.device,
-            cuda_stream=self.stream,
-            digest_sample=digest_sample,
+            table, wire, side=side, device=self.device, cuda_stream=self.stream, digest_sample=digest_sample
         )
 
     def warm_up(self) -> None:

@@ -38,8 +38,7 @@ def test_twelve_requests_that_wait_for_an_unreachable_peer_are_one_line(caplog):
 
 def test_an_outage_is_one_line_however_often_it_is_tried_and_the_next_one_another(caplog):
     pair = Pair()
-    pair.start("before", (1,), (1,))
-    pair.run(1)
+    pair.start("before", (1,), (1,), run_s=1)
     for outage in (1, 2):
         pair.cut()
         all_fail(pair, [f"{outage} {name}" for name in REQUESTS])
@@ -48,8 +47,7 @@ def test_an_outage_is_one_line_however_often_it_is_tried_and_the_next_one_anothe
         assert len(warnings(caplog)) == outage
         pair.mend()
         pair.run(ExtraConfig().retry_max_s + 6, step_s=0.25)
-        pair.start(f"after {outage}", (2,), (2,))
-        pair.run(1)
+        pair.start(f"after {outage}", (2,), (2,), run_s=1)
         assert f"after {outage}" not in pair.decode.failed
     assert len(warnings(caplog)) == 2
 
@@ -71,8 +69,7 @@ def test_a_peer_that_dies_with_twelve_requests_under_way_is_one_line_of_each_sid
 
 def test_an_idle_peer_that_dies_fails_no_request(caplog):
     pair = Pair()
-    pair.start("a", (1,), (1,))
-    pair.run(1)
+    pair.start("a", (1,), (1,), run_s=1)
     pair.network.kill(pair.prefill.channel.port)
     pair.run(60, step_s=0.5)
     (line,) = warnings(caplog)
@@ -101,8 +98,7 @@ def test_leases_that_no_decode_node_fetches_are_one_line_until_one_is_fetched(ca
     assert pair.prefill.count("failures", reason="lease_expired") == 12
     (line,) = warnings(caplog)
     assert "request r0 was not fetched, its blocks are freed: its lease_s of 30 s is over" in line
-    pair.start("a", (1,), (1,))
-    pair.run(1)
+    pair.start("a", (1,), (1,), run_s=1)
     pair.hold("b", (2,))
     pair.run(40, step_s=0.5)
     assert len(warnings(caplog)) == 2
@@ -129,8 +125,7 @@ def test_a_peer_with_two_causes_has_a_line_for_each(caplog):
     pair.load("unknown", (2,))
     pair.run(40, step_s=0.5)
     pair.network.kill(pair.prefill.channel.port)
-    pair.load("late", (3,))
-    pair.run(3)
+    pair.load("late", (3,), run_s=3)
     causes = [line.partition("[")[2].partition(";")[0] for line in warnings(caplog) if "not loaded" in line]
     assert causes == ["not_held", "lost_with_peer"]
 

@@ -7,6 +7,7 @@ request that P holds.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -25,14 +26,16 @@ PREFIX = Prefix(NAMING, 0, NAMES)
 TOKENS = 3 * BLOCK_TOKENS
 
 
+@dataclass
 class KeepingPair(Pair):
     """A pair whose P keeps three blocks under names, as far as D can tell; mute without an ``answer``."""
 
+    naming: Naming | None = NAMING
+    answer: tuple[int, int] | None = (TOKENS, 4000)
+    rate: float | None = 4000.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.naming: Naming | None = NAMING
-        self.answer: tuple[int, int] | None = (TOKENS, 4000)
-        self.rate: float | None = 4000.0
         self.network.taps.append(self._speak)
 
     def _speak(self, message):
@@ -64,10 +67,16 @@ def keeping(**config) -> KeepingPair:
     return KeepingPair(ExtraConfig(**config))
 
 
-def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
-    pair = keeping()
+def asked_for(run_s=0.2, **peer) -> KeepingPair:
+    """A pair of which D has looked something up at P, which is like this."""
+    pair = KeepingPair(**peer)
     pair.find()
-    pair.run(0.2)
+    pair.run(run_s)
+    return pair
+
+
+def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
+    pair = asked_for()
     (asked,) = pair.network.heard(m.FindPrefix)
     assert (asked.prefix, asked.max_tokens) == (PREFIX, TOKENS)
     (found,) = pair.found
@@ -77,10 +86,7 @@ def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
 
 
 def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pays_takes():
-    pair = keeping()
-    pair.rate = None
-    pair.find()
-    pair.run(0.02)
+    pair = asked_for(0.02, rate=None)
     assert not pair.found
     assert pair.decode.transfers.timers.next_at() < pair.clock.now + 0.04
     pair.say(Transport("tcp", bytes_per_s=2000.0))
@@ -91,10 +97,7 @@ def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pa
 @pytest.mark.parametrize("rate", [None, 0.0])
 def test_an_answer_over_a_link_whose_rate_is_not_known_is_reported_as_endless(rate, caplog):
     caplog.set_level("INFO")
-    pair = keeping()
-    pair.rate = rate
-    pair.find()
-    pair.run(0.1)
+    pair = asked_for(0.1, rate=rate)
     assert [(found.num_tokens, found.seconds) for found in pair.found] == [(TOKENS, math.inf)]
     assert "its link is not measured" in caplog.text
     pair.assert_idle()
@@ -121,10 +124,7 @@ def test_a_source_is_to_measure_its_link_when_it_is_met():
 
 @pytest.mark.parametrize("theirs", [None, Naming("blake", 8), Naming("sha", BLOCK_TOKENS)])
 def test_a_peer_with_other_names_is_not_asked_and_its_naming_is_reported(theirs):
-    pair = keeping()
-    pair.naming = theirs
-    pair.find()
-    pair.run(0.2)
+    pair = asked_for(naming=theirs)
     assert not pair.network.heard(m.FindPrefix)
     (found,) = pair.found
     assert (found.num_tokens, found.naming, found.error) == (0, theirs, None)
@@ -140,10 +140,7 @@ def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
 
 
 def test_a_peer_that_does_not_answer_is_not_waited_for():
-    pair = keeping()
-    pair.answer = None
-    pair.find()
-    pair.run(0.45)
+    pair = asked_for(0.45, answer=None)
     assert not pair.found
     pair.run(0.1)
     assert "did not answer a lookup within 0.5 s" in pair.found[0].error.text
@@ -154,10 +151,7 @@ def test_a_peer_that_does_not_answer_is_not_waited_for():
 
 
 def test_a_peer_that_is_gone_or_out_of_reach_is_reported_at_once():
-    pair = keeping()
-    pair.answer = None
-    pair.find()
-    pair.run(0.1)
+    pair = asked_for(0.1, answer=None)
     pair.network.kill(pair.prefill.channel.port)
     pair.decode.step(pair.clock.now)
     assert pair.found[0].error
@@ -182,8 +176,7 @@ def test_only_rank_0_asks():
 def test_a_load_by_name_pins_what_the_peer_keeps_and_goes_on_like_any_other():
     pair = keeping()
     pair.hold("kept", P_IDS, "pin:a")
-    pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX)
-    pair.run(2.0)
+    pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX, run_s=2.0)
     assert pair.decode.received == ["a"]
     assert not pair.decode.failed
     assert pair.landed()
@@ -195,8 +188,7 @@ def test_a_load_by_name_pins_what_the_peer_keeps_and_goes_on_like_any_other():
 
 def test_a_load_by_name_of_a_peer_that_keeps_nothing_is_refused_at_once_and_counted():
     pair = keeping()
-    pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX)
-    pair.run(1.0)
+    pair.load("a", D_IDS, "pin:a", engine_id="", prefix=PREFIX, run_s=1.0)
     assert pair.decode.failed == {"a": "the prefill node keeps nothing under names for peers"}
     assert pair.decode.count("failures", reason="not_held") == 1
     pair.assert_idle()
@@ -212,9 +204,7 @@ def test_what_came_of_pulls_is_counted_by_rank_0():
 
 
 def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
-    pair = keeping()
-    pair.find()
-    pair.run(0.2)
+    pair = asked_for()
     (link,) = pair.decode.transfers.decode.peers.links.values()
     link.peer.partners = (0, 1)
     pair.answer = None
@@ -236,10 +226,7 @@ def test_what_a_peer_has_on_disk_is_reported_with_the_time_of_disk_and_link():
     ],
 )
 def test_an_answer_that_cannot_be_right_is_counted_and_not_used(answer):
-    pair = keeping()
-    pair.answer = None
-    pair.find()
-    pair.run(0.2)
+    pair = asked_for(answer=None)
     pair.say(m.PrefixFound(1, *answer))
     pair.run(0.1)
     assert (pair.found[0].num_tokens, pair.found[0].disk_tokens) == (0, 0)

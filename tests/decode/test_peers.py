@@ -13,8 +13,7 @@ from tests.transfer.pair import D_IDS, OTHER, P_IDS, FakeWorker, Pair, quarantin
 def met(**config):
     """A pair that has worked together, and is idle."""
     pair = Pair(ExtraConfig(**config))
-    pair.start()
-    pair.run(0.5)
+    pair.start(run_s=0.5)
     assert pair.landed()
     return pair
 
@@ -60,20 +59,17 @@ def run_until_breaker_is(pair, state):
 
 def test_a_dead_peer_is_known_before_the_next_request_which_fails_at_once():
     pair = met()
-    pair.cut()
-    pair.run(25)
+    pair.cut(run_s=25)
     run_until_breaker_is(pair, "probing")
     run_until_breaker_is(pair, "open")
-    pair.start("b", *OTHER)
-    pair.run(0.05)
+    pair.start("b", *OTHER, run_s=0.05)
     assert "out of reach" in pair.decode.failed["b"]
     assert "did not answer the greeting" in pair.decode.failed["b"]
 
 
 def test_loads_that_come_while_a_peer_is_tried_again_wait_for_what_comes_of_it():
     pair = met()
-    pair.cut()
-    pair.run(25)
+    pair.cut(run_s=25)
     run_until_breaker_is(pair, "open")
     run_until_breaker_is(pair, "probing")
     for number in range(3):
@@ -82,32 +78,6 @@ def test_loads_that_come_while_a_peer_is_tried_again_wait_for_what_comes_of_it()
     assert not pair.decode.failed
     run_until_breaker_is(pair, "open")
     assert len(pair.decode.failed) == 3
-
-
-def test_only_the_first_load_of_a_blackholed_peer_waits_for_the_greeting():
-    pair = Pair()
-    pair.cut()
-    pair.load("a", D_IDS)
-    run_until_breaker_is(pair, "open")
-    assert "did not answer the greeting within 5 s" in pair.decode.failed["a"]
-    for number in range(5):
-        pair.load(f"r{number}", (40,))
-    pair.settle()
-    assert sum("out of reach" in reason for reason in pair.decode.failed.values()) == 5
-
-
-def test_after_a_link_blip_the_peer_is_met_again_by_itself():
-    pair = met()
-    pair.cut()
-    pair.run(25)
-    pair.mend()
-    pair.run(ExtraConfig().retry_max_s + 6)
-    hellos = len(pair.network.heard(Hello))
-    pair.start("b", *OTHER)
-    pair.run(0.1)
-    assert pair.landed(*OTHER)
-    assert len(pair.network.heard(Hello)) == hellos, "the connection was there already"
-    pair.assert_idle()
 
 
 def test_a_peer_that_stays_dead_is_tried_ever_more_rarely_and_in_the_end_not_at_all():
@@ -127,8 +97,7 @@ def test_a_restarted_peer_is_fetched_from_under_its_new_name():
     pair = met()
     restart(pair)
     pair.hold("b", OTHER[0])
-    pair.load("b", OTHER[1], engine_id="P2")
-    pair.run(0.2)
+    pair.load("b", OTHER[1], engine_id="P2", run_s=0.2)
     assert pair.decode.failed == {}
     assert pair.landed(*OTHER)
 
@@ -136,9 +105,7 @@ def test_a_restarted_peer_is_fetched_from_under_its_new_name():
 def test_a_late_answer_that_the_port_is_closed_ends_the_quarantine():
     """The process was torn down just when its port was looked at: the next attempt shows that it is gone."""
     pair = Pair()
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(1)
+    pair.stall(1)
     decode = pair.decode.transfers.decode
     (name,) = decode.peers.links
     decode.receive(LinkLost(name, PeerLoss.LINK_LOST), pair.clock.now)
@@ -156,8 +123,7 @@ def test_warm_peers_are_met_before_anybody_asks_and_used_under_their_name():
     pair.run(0.2)
     assert len(pair.network.heard(Hello)) >= 1
     hellos = len(pair.network.heard(Hello))
-    pair.start()
-    pair.run(0.2)
+    pair.start(run_s=0.2)
     assert pair.landed()
     assert len(pair.network.heard(Hello)) == hellos
     pair.run(20, step_s=1)
@@ -182,15 +148,13 @@ def test_more_warm_peers_than_are_remembered_are_not_met_again_and_again():
 
 def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
     pair = Pair(ExtraConfig(warm_peers=("h:1",)))
-    pair.start()
-    pair.run(0.5)
+    pair.start(run_s=0.5)
     assert pair.landed(P_IDS, D_IDS)
     restart(pair)
     pair.run(12)
     hellos = len(pair.network.heard(Hello))
     pair.hold("b", OTHER[0])
-    pair.load("b", OTHER[1], engine_id="P2")
-    pair.run(0.2)
+    pair.load("b", OTHER[1], engine_id="P2", run_s=0.2)
     assert pair.landed(*OTHER)
     assert len(pair.network.heard(Hello)) == hellos
 

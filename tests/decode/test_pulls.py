@@ -55,18 +55,21 @@ class Node:
     def tell(self, request, num_tokens=0, **found):
         self.hooks.update_results(Results(found=(Found(request.request_id, num_tokens, **found),)))
 
-    def offer(self, name="a", found=96, seconds=0.0, **given):
-        """A request for which a source has something."""
-        request, answer = self.begin(name, **given)
+    def offer(self, name="a", found=96, seconds=0.0, told=None, computed=0, **given):
+        """A request for which a source was asked, and has so much, or says something else."""
+        request, answer = self.begin(name, computed=computed, **given)
         assert answer is None
         self.orders()
-        self.tell(request, found, seconds=seconds)
-        return request, self.ask(request)
+        self.tell(request, found, seconds=seconds, **(told or {}))
+        return request, self.ask(request, computed)
 
     def load(self, name="a", **given):
         request, count = self.offer(name, **given)
-        self.hooks.update_after_alloc(request, ([1, 2, 3, 4, 5, 6, 7],), count)
+        self.admit(request, count)
         return request, self.orders()
+
+    def admit(self, request, count):
+        self.hooks.update_after_alloc(request, ([1, 2, 3, 4, 5, 6, 7],), count)
 
     def end(self, request, delivered=True):
         return self.hooks.request_finished(request, ([1, 2, 3],), delivered=delivered)
@@ -86,9 +89,8 @@ def test_a_source_is_asked_for_what_is_not_at_hand_and_the_answer_is_loaded():
     assert not node.orders().finds, "once"
     node.tell(request, 64)
     assert node.ask(request, 16) == node.ask(request, 16) == 48
-    node.hooks.update_after_alloc(request, ([1, 2, 3, 4, 5, 6, 7],), 48)
-    orders = node.orders()
-    (load,) = orders.loads
+    node.admit(request, 48)
+    (load,) = node.orders().loads
     assert (load.handle, load.peer, load.num_tokens) == ("pin:handle2", ("", "10.0.0.9", 5600), 64)
     assert load.refusal is None
     assert load.groups == (GroupBlocks(0, 1, (2, 3, 4)),)
@@ -145,10 +147,8 @@ def test_what_operators_configured_needs_no_other_permission():
 
 def test_sources_are_asked_one_after_the_other_until_one_has_it():
     node = Node(SOURCE, OTHER)
-    request, _ = node.begin()
-    node.orders()
-    node.tell(request)
-    assert node.ask(request) is None
+    request, answer = node.offer(found=0)
+    assert answer is None
     (find,) = node.orders().finds
     assert find.peer[1] == "10.0.0.8"
     node.tell(request, 48)
@@ -159,10 +159,8 @@ def test_sources_are_asked_one_after_the_other_until_one_has_it():
 
 def test_a_miss_is_not_asked_twice_within_a_second():
     node = Node(SOURCE)
-    request, _ = node.begin("p#1")
-    node.orders()
-    node.tell(request)
-    assert node.ask(request) == 0
+    request, answer = node.offer("p#1", found=0)
+    assert answer == 0
     node.end(request)
     assert node.begin("p#2")[1] == 0
     assert node.begin("q")[1] is None
@@ -191,10 +189,9 @@ def test_a_source_that_does_not_answer_is_not_waited_for_and_rests(is_told):
 
 def test_a_source_that_is_busy_is_asked_for_the_next_request():
     node = Node(SOURCE, OTHER)
-    request, _ = node.begin()
-    node.orders()
-    node.tell(request, error="it was asked for more names than one peer may", is_busy=True)
-    assert node.ask(request) is None, "the other one"
+    told = {"error": "it was asked for more names than one peer may", "is_busy": True}
+    request, answer = node.offer(found=0, told=told)
+    assert answer is None, "the other one"
     node.end(request)
     node.orders()
     node.begin("b")
@@ -203,10 +200,8 @@ def test_a_source_that_is_busy_is_asked_for_the_next_request():
 
 def test_names_are_made_anew_as_a_source_makes_them_which_is_remembered():
     node = Node(SOURCE)
-    request, _ = node.begin(computed=80)
-    node.orders()
-    node.tell(request, naming=Naming("s", 64))
-    assert node.ask(request, 80) == 0, "nothing new in names of 64"
+    _, answer = node.offer(found=0, told={"naming": Naming("s", 64)}, computed=80)
+    assert answer == 0, "nothing new in names of 64"
     request, _ = node.begin("b", num_tokens=200, computed=80)
     (find,) = node.orders().finds
     assert (find.prefix.naming.tokens, find.prefix.start_tokens, len(find.prefix.names)) == (64, 64, 3)
@@ -221,10 +216,7 @@ def test_names_are_made_anew_as_a_source_makes_them_which_is_remembered():
 def test_a_source_whose_names_are_made_otherwise_is_left_alone_and_told_of_once(caplog):
     node = Node(SOURCE)
     with caplog.at_level(logging.WARNING):
-        request, _ = node.begin()
-        node.orders()
-        node.tell(request, naming=Naming("t", 16))
-        assert node.ask(request) == 0
+        assert node.offer(found=0, told={"naming": Naming("t", 16)})[1] == 0
     assert "names KV by t and this node by s" in caplog.text
     assert node.orders().failures == ("other_names",)
     assert node.begin("b")[1] == 0
@@ -311,7 +303,7 @@ def test_a_request_that_shares_its_beginning_waits_for_the_other_a_while():
     assert len(node.orders().finds) == 1
     node.tell(first, 96)
     assert node.ask(first) == 96
-    node.hooks.update_after_alloc(first, ([1, 2, 3, 4, 5, 6, 7],), 96)
+    node.admit(first, 96)
     assert node.ask(second) is None, "it is being loaded"
     node.orders()
     node.hooks.update_results(Results(received=("p#1",)))
@@ -323,7 +315,7 @@ def test_a_request_that_shares_its_beginning_waits_for_the_other_a_while():
     assert node.ask(fourth) is None
     node.tell(third, 96)
     assert node.ask(third) == 96
-    node.hooks.update_after_alloc(third, ([1, 2, 3, 4, 5, 6, 7],), 96)
+    node.admit(third, 96)
     node.now += 0.2
     assert node.ask(fourth) is None
     assert len(node.orders().finds) == 1, "it asks for itself"
@@ -365,11 +357,8 @@ def test_a_preempted_request_is_asked_for_anew():
 @pytest.mark.parametrize("stage", ["asked", "found", "loading"])
 def test_a_request_that_ends_at_any_stage_leaves_nothing(stage):
     node = Node(SOURCE)
-    if stage == "asked":
-        request, _ = node.begin()
-        assert node.end(request, delivered=False) == (False, None)
-    elif stage == "found":
-        request, _ = node.offer()
+    if stage != "loading":
+        request, _ = node.begin() if stage == "asked" else node.offer()
         assert node.end(request, delivered=False) == (False, None)
     else:
         request, _ = node.load(params={"do_remote_decode": True})

@@ -29,31 +29,6 @@ def finish(half, child, *, delivered=True):
     return half.request_finished(child, BLOCKS, delivered=delivered)
 
 
-def test_children_of_one_request_share_the_lease_of_the_first_that_ends():
-    half = prefill()
-    made = children(half)
-    answers = [finish(half, child) for child in (made[2], made[0], made[3], made[1])]
-    assert [kept for kept, _ in answers] == [True, False, False, False], "the others' blocks are free at once"
-    assert all(params == answers[0][1] for _, params in answers), "whichever of them reaches the router"
-    (hold,) = half.build_orders().holds
-    assert (hold.request_id, hold.handle) == ("2_p", answers[0][1][HANDLE_KEY])
-    assert half.state()["held"] == 1
-    half.update_results(Results(sent=("2_p",)))
-    assert not any(half.state().values())
-
-
-def test_a_child_that_ends_after_the_lease_is_held_itself():
-    half = prefill()
-    first, late = children(half, 2)
-    _, before = finish(half, first)
-    half.update_results(Results(sent=("0_p",)))
-    kept, after = finish(half, late)
-    assert kept
-    assert after[HANDLE_KEY] != before[HANDLE_KEY]
-    half.update_results(Results(sent=("1_p",)))
-    assert not any(half.state().values())
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_children_of_a_request_with_a_transfer_id_share_what_the_first_promised(order, caplog):
     half = prefill()
@@ -71,22 +46,27 @@ def test_children_of_a_request_with_a_transfer_id_share_what_the_first_promised(
 
 
 def test_whatever_the_order_one_lease_at_a_time_is_held_for_a_parent():
+    """That of the first that ends; whichever of them reaches the router, it names that lease."""
     rng = random.Random(3)
     for _ in range(200):
-        half, held = prefill(), set()
+        half, told, seen = prefill(), {}, set()
         waiting = [child for parent in "pqr" for child in children(half, rng.randint(1, 4), parent)]
         rng.shuffle(waiting)
-        while waiting or held:
-            if held and rng.random() < 0.3:
-                gone = rng.choice(sorted(held))
-                held.discard(gone)
+        while waiting or told:
+            if told and rng.random() < 0.3:
+                gone, _ = told.pop(rng.choice(sorted(told)))
                 half.update_results(Results(sent=(gone,)))
             elif waiting:
-                child = waiting.pop()
-                kept, params = finish(half, child, delivered=rng.random() < 0.9)
+                child, is_delivered = waiting.pop(), rng.random() < 0.9
+                parent = child.request_id.partition("_")[2]
+                kept, params = finish(half, child, delivered=is_delivered)
+                assert kept == (is_delivered and parent not in told), "the others' blocks are free at once"
+                holds = [(hold.request_id, hold.handle) for hold in half.build_orders().holds]
                 if kept:
-                    held.add(child.request_id)
-                parents = [name.partition("_")[2] for name in held]
-                assert len(set(parents)) == len(parents) == half.state()["held"]
-                assert params is None or child.request_id.partition("_")[2] in parents
+                    told[parent] = child.request_id, params
+                    assert params[HANDLE_KEY] not in seen
+                    seen.add(params[HANDLE_KEY])
+                assert holds == ([(child.request_id, params[HANDLE_KEY])] if kept else [])
+                assert params == (told[parent][1] if is_delivered else None)
+            assert half.state()["held"] == len(told)
         assert not any(half.state().values())

@@ -245,8 +245,7 @@ def test_p_says_at_once_that_it_holds_what_it_was_asked_for_before(expected):
     assert settled(pair) == ["transfer:t"]
     pair.run(9)
     assert pair.prefill.count("failures", reason="lease_expired") == 0
-    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
-    pair.run(1)
+    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1", run_s=1)
     assert settled(pair) == ["transfer:t"], "it is reported once"
     assert pair.landed((5,), (7,))
     pair.assert_idle()
@@ -257,8 +256,7 @@ def test_p_says_at_once_that_nothing_comes_of_a_prefill():
     pair.prefill.order(Orders(withdrawn=(Withdraw("transfer:t", Cause.PREFILL_ENDED("it was aborted")),)))
     pair.run(0.1)
     assert settled(pair) == ["transfer:t"]
-    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
-    pair.run(0.1)
+    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1", run_s=0.1)
     assert "it was aborted" in pair.decode.failed["t"]
 
 
@@ -287,6 +285,5 @@ def test_a_prefill_that_never_ends_is_waited_for_as_long_as_a_lease_may_last():
     assert settled(pair) == []
     pair.run(3)
     assert settled(pair) == ["transfer:t"]
-    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
-    pair.run(0.1)
+    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1", run_s=0.1)
     assert "its prefill was not complete within 20 s, which is lease_max_s" in pair.decode.failed["t"]

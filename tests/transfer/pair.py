@@ -24,14 +24,7 @@ from kvconnect.halves.worker_transfers import WorkerTransfers
 from kvconnect.metrics import Metrics
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.exponent_code import ExponentCoder
-from kvconnect.peer.messages import (
-    CacheMeaning,
-    Introduction,
-    Message,
-    Side,
-    decode,
-    encode,
-)
+from kvconnect.peer.messages import CacheMeaning, Introduction, Message, Side, decode, encode
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.prefill.outbox import SlotOutbox
 from kvconnect.transfer.local import Local
@@ -51,6 +44,7 @@ P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
 """The blocks of a request on either side, where a test does not care which."""
 OTHER = (11, 12, 13), (31, 32, 33)
 """Those of another one."""
+MEANING = CacheMeaning(named("m"), HEADS, 1)
 _LIMIT = 64 << 20
 
 Tap = Callable[[Message], Sequence[Message]]
@@ -116,14 +110,14 @@ class PlainCache:
     """Three layers of one group, all in one tensor: (layer, block, token, head, content)."""
 
     def __init__(self, num_blocks: int, rank: int = 0, world_size: int = 1) -> None:
-        self.heads = shard_heads(HEADS, rank, world_size)
-        self.storage = torch.zeros(LAYERS, num_blocks, BLOCK_TOKENS, len(self.heads), 8, dtype=torch.float16)
+        heads = shard_heads(HEADS, rank, world_size)
+        self.storage = torch.zeros(LAYERS, num_blocks, BLOCK_TOKENS, len(heads), 8, dtype=torch.float16)
         tensors = {
             f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
         }
-        spec = FullAttentionSpec(BLOCK_TOKENS, len(self.heads), 4, torch.float16)
+        spec = FullAttentionSpec(BLOCK_TOKENS, len(heads), 4, torch.float16)
         config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
-        by_layer = dict.fromkeys(tensors, self.heads)
+        by_layer = dict.fromkeys(tensors, heads)
         self.described = RankCache(config, {0: BLOCK_TOKENS}, tensors, by_layer)
         self.table = RegionTable.build(config, {0: BLOCK_TOKENS}, tensors, by_layer)
 
@@ -141,14 +135,10 @@ class FakeWorker:
         num_blocks: int,
         network: MemoryNetwork,
         config: ExtraConfig,
-        model: str = "m",
-        rank: int = 0,
-        world_size: int = 1,
         *,
+        meaning: CacheMeaning = MEANING,
+        rank: int = 0,
         cache=None,
-        stages: tuple[int, ...] = (0,),
-        turns: tuple[int, int] = (1, 1),
-        num_heads: int | None = HEADS,
         slot_bytes: int = SLOT_BYTES,
         scratch_bytes: int = 0,
         engine: FaultyEngine | None = None,
@@ -158,7 +148,7 @@ class FakeWorker:
         self.engine_id = engine_id
         self.config = config
         self.rank = rank
-        self.cache = cache or PlainCache(num_blocks, rank, world_size)
+        self.cache = cache or PlainCache(num_blocks)
         self.table: RegionTable = self.cache.table
         self.engine = engine or FaultyEngine(clock=network.clock)
         self.engine.capabilities = replace(self.engine.capabilities, may_be_bypassed=shared)
@@ -179,7 +169,7 @@ class FakeWorker:
             engine_id,
             f"{engine_id} rank {rank} started once",
             rank,
-            CacheMeaning(named(model), num_heads, world_size, 0, stages, *turns),
+            meaning,
             "memory",
             b"",
             self.table,
@@ -319,9 +309,52 @@ def _by_state(pool: SlotPool) -> dict[SlotState, set[int]]:
     return found
 
 
+class Deployment:
+    """Workers, the network between them, and the clock that they live on."""
+
+    rounds = 8
+    """Turns of each worker, after which it has nothing more to say."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.network = TappedNetwork(self.clock)
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        raise NotImplementedError
+
+    def run(self, seconds: float = 0.0, step_s: float | None = None) -> None:
+        """Step all until ``seconds`` have passed, and then until nothing is left to say.
+
+        A step is of 50 ms, or of a hundredth of a long time.
+        """
+        step_s = step_s or max(0.05, seconds / 100)
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(end, self.clock.now + step_s)
+            self.settle()
+        self.settle()
+
+    def settle(self, rounds: int = 0) -> None:
+        for _ in range(rounds or self.rounds):
+            for worker in self.workers:
+                worker.step(self.clock.now)
+        for worker in self.workers:
+            worker.check_slots()
+
+    def assert_idle(self, after_s: float = 0.0, step_s: float | None = None) -> None:
+        """Nothing is remembered on any side, once so much time has passed."""
+        if after_s:
+            self.run(after_s, step_s)
+        for worker in self.workers:
+            worker.assert_idle()
+
+
 @dataclass
-class Pair:
+class Pair(Deployment):
     """P and D, and the clock they live on. What begins with ``prefill`` is P's, if that is other.
+
+    What happens to them goes on for ``run_s`` seconds, where these are given.
 
     ``shared``: P packs into D's landing slots, as memory of its own process. ``are_apart``: P only hands out,
     D only fetches; else each could do both.
@@ -339,15 +372,14 @@ class Pair:
     are_apart: bool = False
 
     def __post_init__(self) -> None:
-        self.clock = Clock()
-        self.network = TappedNetwork(self.clock)
+        super().__init__()
         self.others: list[FakeWorker] = []
         self.prefill = self._worker(
             "P",
             self.prefill_blocks,
             "kv_producer",
             config=self.prefill_config or self.config,
-            model=self.prefill_model,
+            meaning=CacheMeaning(named(self.prefill_model), HEADS, 1),
             slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
         )
         self.decode = self._worker("D", self.decode_blocks, "kv_consumer")
@@ -381,25 +413,6 @@ class Pair:
     def workers(self) -> list[FakeWorker]:
         return [self.prefill, *self.others, self.decode]
 
-    def run(self, seconds: float = 0.0, step_s: float | None = None) -> None:
-        """Step all until ``seconds`` have passed, and then until nothing is left to say.
-
-        A step is of 50 ms, or of a hundredth of a long time.
-        """
-        step_s = step_s or max(0.05, seconds / 100)
-        end = self.clock.now + seconds
-        while self.clock.now < end:
-            self.clock.now = min(end, self.clock.now + step_s)
-            self.settle()
-        self.settle()
-
-    def settle(self, rounds: int = 8) -> None:
-        for _ in range(rounds):
-            for worker in self.workers:
-                worker.step(self.clock.now)
-        for worker in self.workers:
-            worker.check_slots()
-
     def hold(
         self,
         request: str,
@@ -426,6 +439,7 @@ class Pair:
         engine_id: str = "P",
         host: str = "h",
         port: int | None = None,
+        run_s: float | None = None,
         **changes,
     ) -> None:
         fields = {
@@ -436,16 +450,36 @@ class Pair:
             "groups": (GroupBlocks(0, 0, block_ids),),
         }
         self.decode.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
+        self._go_on(run_s)
+
+    def _go_on(self, run_s: float | None) -> None:
+        if run_s is not None:
+            self.run(run_s)
 
     def start(
-        self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS
+        self,
+        request: str = "a",
+        source: tuple[int, ...] = P_IDS,
+        target: tuple[int, ...] = D_IDS,
+        *,
+        run_s: float | None = None,
     ) -> None:
         """A request that is prefilled, and then fetched."""
         self.hold(request, source)
-        self.load(request, target)
+        self.load(request, target, run_s=run_s)
 
-    def abort(self, request: str) -> None:
+    def stall(self, run_s: float = 0.0) -> None:
+        """A request whose bytes do not leave P's engine until its ``release``."""
+        self.prefill.engine.hold()
+        self.start(run_s=run_s)
+
+    def release(self, run_s: float | None = None) -> None:
+        self.prefill.engine.release()
+        self._go_on(run_s)
+
+    def abort(self, request: str, run_s: float | None = None) -> None:
         self.decode.order(Orders(aborted=(request,)))
+        self._go_on(run_s)
 
     def say(self, message: Message, worker: FakeWorker | None = None) -> None:
         """P, or another worker, says something to D of its own accord."""
@@ -453,9 +487,10 @@ class Pair:
         (link,) = worker.transfers.prefill.inbound_peers._peers
         worker.channel.send(link, encode(message))
 
-    def cut(self, worker: FakeWorker | None = None) -> None:
+    def cut(self, worker: FakeWorker | None = None, run_s: float | None = None) -> None:
         """Lose whatever P, or another worker, and D say to each other from now on."""
         self.network.cut((worker or self.prefill).channel.port, self.decode.channel.port)
+        self._go_on(run_s)
 
     def mend(self, worker: FakeWorker | None = None) -> None:
         self.network.mend((worker or self.prefill).channel.port, self.decode.channel.port)
@@ -463,8 +498,3 @@ class Pair:
     def landed(self, source_ids: tuple[int, ...] = P_IDS, target_ids: tuple[int, ...] = D_IDS) -> bool:
         source, target = self.prefill.storage, self.decode.storage
         return torch.equal(source[:, list(source_ids)], target[:, list(target_ids)])
-
-    def assert_idle(self) -> None:
-        """Nothing is remembered on any side."""
-        for worker in self.workers:
-            worker.assert_idle()

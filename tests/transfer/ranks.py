@@ -12,16 +12,20 @@ from kvconnect.addresses import RankAddress
 from kvconnect.cache.shard import Topology, shard_heads
 from kvconnect.cache.specs import div_ceil
 from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Hold, Load, Orders
-from tests.transfer.pair import SLOT_BYTES, Clock, FakeWorker, TappedNetwork
+from tests.identities import named
+from tests.transfer.pair import SLOT_BYTES, Deployment, FakeWorker
 from tests.transfer.shapes import Model, Shape, ShapedCache, Truth
 
 Blocks = dict[str, GroupBlocks]
 
 
-class Ranks:
+class Ranks(Deployment):
     """P of ``prefill_ranks`` and D of ``decode_ranks`` ranks, each side with its own shape."""
+
+    rounds = 12
 
     def __init__(
         self,
@@ -40,8 +44,7 @@ class Ranks:
         self.model = model
         self.random = random.Random(seed)
         self._scratch_bytes = scratch_bytes
-        self.clock = Clock()
-        self.network = TappedNetwork(self.clock)
+        super().__init__()
         self.config = config or ExtraConfig()
         self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes)
         self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes)
@@ -53,12 +56,7 @@ class Ranks:
         self._seeds = itertools.count(seed)
 
     def _workers(
-        self,
-        engine_id: str,
-        shape: Shape,
-        ranks: int | Topology,
-        num_blocks: int,
-        slot_bytes: int,
+        self, engine_id: str, shape: Shape, ranks: int | Topology, num_blocks: int, slot_bytes: int
     ) -> list[FakeWorker]:
         workers = []
         topology = Topology(ranks) if isinstance(ranks, int) else ranks
@@ -69,7 +67,9 @@ class Ranks:
             ends = [*topology.stages[1:], len(self.model.all_names)]
             names = self.model.all_names[topology.stages[stage] : ends[stage]]
             seed = 1000 * rank + len(engine_id)
-            turns = topology.context, rank % topology.tensor % topology.context, topology.interleave
+            context, interleave = topology.context, topology.interleave
+            turns = context, rank % topology.tensor % context, interleave
+            theirs = topology.tensor, 0, topology.stages, context, interleave
             cache = ShapedCache(self.model, shape, num_blocks, heads, seed, names, turns)
             worker = FakeWorker(
                 engine_id,
@@ -77,11 +77,8 @@ class Ranks:
                 self.network,
                 self.config,
                 rank=rank,
-                world_size=topology.tensor,
-                stages=topology.stages,
-                turns=(topology.context, topology.interleave),
+                meaning=CacheMeaning(named("m"), self.model.num_heads, *theirs),
                 cache=cache,
-                num_heads=self.model.num_heads,
                 slot_bytes=slot_bytes,
                 scratch_bytes=self._scratch_bytes,
             )
@@ -161,18 +158,8 @@ class Ranks:
     def workers(self) -> list[FakeWorker]:
         return [*self.prefill, *self.decode]
 
-    def settle(self, rounds: int = 12) -> None:
-        for _ in range(rounds):
-            for worker in self.workers:
-                worker.step(self.clock.now)
-        for worker in self.workers:
-            worker.check_slots()
-
-    def run(self, seconds: float, step_s: float = 0.5) -> None:
-        end = self.clock.now + seconds
-        while self.clock.now < end:
-            self.clock.now = min(end, self.clock.now + step_s)
-            self.settle()
+    def run(self, seconds: float = 0.0, step_s: float | None = 0.5) -> None:
+        super().run(seconds, step_s)
 
     def others(self, blocks: Blocks) -> list[dict[str, np.ndarray]]:
         """What every rank of D has in all other blocks."""
@@ -194,10 +181,9 @@ class Ranks:
             self.settle(1)
         raise AssertionError([(worker.rank, worker.received) for worker in self.decode])
 
-    def assert_idle(self) -> None:
+    def assert_idle(self, after_s: float = 0.0, step_s: float | None = None) -> None:
         self.settle()
-        for worker in self.workers:
-            worker.assert_idle()
+        super().assert_idle(after_s, step_s)
 
 
 def _in_order(blocks: Blocks) -> tuple[GroupBlocks, ...]:

@@ -66,8 +66,7 @@ def lying_card(host, **extra):
     pair.network.change(Hello, introduction=msgspec.structs.replace(ours, engine_card=forged))
     connect, connected = pair.prefill.engine.connect, []
     pair.prefill.engine.connect = lambda peer, card: (connected.append(card_host(card)), connect(peer, card))
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     return pair, connected
 
 
@@ -77,8 +76,7 @@ def test_a_peer_cannot_have_kv_sent_to_another_host():
     assert "at 127.0.0.1 is at host 198.51.100.7; accepted: the address that" in pair.decode.failed["a"]
     assert "allow_peers" in pair.decode.failed["a"]
     assert pair.prefill.count("failures", reason="peer_not_trusted") == 1
-    pair.run(60)
-    pair.assert_idle()
+    pair.assert_idle(60)
 
 
 @pytest.mark.parametrize(

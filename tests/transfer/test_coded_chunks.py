@@ -49,8 +49,7 @@ def handed_over(pair, name="a"):
     """The lengths of the chunks as they landed, coded or not, of a request that arrived."""
     before = len(pair.network.heard(Landed))
     pair.decode.storage.zero_()
-    pair.start(name, SOURCE, TARGET)
-    pair.run(1.0)
+    pair.start(name, SOURCE, TARGET, run_s=1.0)
     assert pair.decode.received[-1] == name, pair.decode.failed
     assert not pair.decode.failed
     assert same(pair)
@@ -65,8 +64,7 @@ def test_kv_arrives_bit_for_bit_in_fewer_bytes():
     assert total == pair.decode.count("transfer_bytes", direction="received")
     # The last tile of a chunk is filled up.
     assert RAW * 6256 / 8192 <= total < 0.85 * RAW
-    pair.run(60, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(60, step_s=1)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("off", "on"), ("on", "off"), ("off", "off")])
@@ -85,15 +83,13 @@ def test_code_that_no_slot_can_hold_is_not_decoded():
     """A small chunk's code is longer than the chunk, and may be longer than the slot."""
     pair = Pair(ExtraConfig(exponent_coding="on"), slot_bytes=2048)
     pair.network.change(Landed, times=1, coded=True, length_bytes=6256)
-    pair.start()
-    pair.run(1.0)
+    pair.start(run_s=1.0)
     assert "the code of chunk 0 has 6256 bytes, its slot 2048" in pair.decode.failed["a"]
 
 
 def test_a_chunk_whose_code_is_longer_is_not_coded():
     pair = made()
-    pair.start("a", SOURCE[:16], TARGET[:16])
-    pair.run(1.0)
+    pair.start("a", SOURCE[:16], TARGET[:16], run_s=1.0)
     assert same(pair, SOURCE[:16], TARGET[:16])
     (landed,) = pair.network.heard(Landed)
     assert (landed.coded, landed.length_bytes) == (False, 3 * 16 * PAGE_BYTES)
@@ -112,8 +108,7 @@ def test_chunks_that_cannot_be_coded_are_packed_again_and_after_some_of_them_no_
         handed_over(pair, "b")
     assert pair.prefill.count("failures", reason="exponents") == 8, "no chunk of b was tried"
     assert len([one for one in caplog.records if "exponent_coding" in one.message]) == 1
-    pair.run(60, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(60, step_s=1)
 
 
 def test_a_chunk_that_cannot_be_coded_travels_beside_coded_ones():
@@ -132,8 +127,7 @@ def test_a_chunk_that_cannot_be_coded_travels_beside_coded_ones():
 def test_a_byte_of_the_code_that_changes_on_the_wire_fails_the_request(byte):
     pair = made()
     pair.prefill.engine.corrupt_next(byte)
-    pair.start("a", SOURCE, TARGET)
-    pair.run(1.0)
+    pair.start("a", SOURCE, TARGET, run_s=1.0)
     if byte == 6255:
         # This one carries nothing.
         assert not pair.decode.failed
@@ -153,8 +147,7 @@ def test_a_byte_of_the_code_that_changes_on_the_wire_fails_the_request(byte):
 def test_a_chunk_that_is_reported_otherwise_than_it_was_sent(decode, fields, match):
     pair = made(decode=decode)
     pair.network.change(Landed, times=1, **fields)
-    pair.start("a", SOURCE, TARGET)
-    pair.run(1.0)
+    pair.start("a", SOURCE, TARGET, run_s=1.0)
     assert match in pair.decode.failed["a"]
 
 
@@ -178,15 +171,12 @@ def test_a_request_that_is_aborted_while_it_is_coded_leaves_no_slot_taken(spoile
     if spoiled:
         spoil(pair)
     with SlowKernels("source") as kernels:
-        pair.start("a", SOURCE, TARGET)
-        pair.settle()
+        pair.start("a", SOURCE, TARGET, run_s=0)
         assert kernels.pending
-        pair.abort("a")
-        pair.settle()
+        pair.abort("a", run_s=0)
         while kernels.finish():
             pair.settle()
-    pair.run(ExtraConfig().load_timeout_s + ExtraConfig().quarantine_s + 1, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(ExtraConfig().load_timeout_s + ExtraConfig().quarantine_s + 1, step_s=1)
 
 
 def test_the_length_of_code_depends_on_the_number_of_bytes_alone():

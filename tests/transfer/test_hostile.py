@@ -30,8 +30,7 @@ def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
     stranger.connect("x", "h", pair.prefill.channel.port)
     for data in (b"", b"\xc1", b"hello" * 1000, b"\x92\xa6cancel\x07", bytes(1 << 20)):
         stranger.send("x", data)
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     assert pair.landed()
     assert pair.prefill.count("failures", reason="peer_message") >= 4
 
@@ -50,8 +49,7 @@ def test_hostile_frames_do_not_stop_the_transfer_of_others(pair):
 def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups, match):
     pair.start("good", (7, 8), (30, 31))
     pair.hold("bad", P_IDS)
-    pair.load("bad", D_IDS, groups=groups)
-    pair.run(12)
+    pair.load("bad", D_IDS, groups=groups, run_s=12)
     assert "good" in pair.decode.received
     assert "good" not in pair.decode.failed
     assert pair.landed((7, 8), (30, 31))
@@ -63,8 +61,7 @@ def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups, 
 
 
 def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     prefill = pair.prefill.transfers.prefill
     (link,) = prefill.inbound_peers._peers
     stranger = pair.decode.channel
@@ -83,14 +80,14 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
 
 
 GOOD = (7, 8, 10, 11, 12), (30, 31, 33, 34, 35)
+ANOTHER_DIGEST = "chunk 0 landed with another digest than it was sent with"
 
 
 def fails_alone(pair, match, reason=None):
     """The request "a" fails, one that is fetched meanwhile does not, and nothing is left over."""
     before = pair.decode.storage.clone()
     pair.start()
-    pair.start("good", *GOOD)
-    pair.run(0.2)
+    pair.start("good", *GOOD, run_s=0.2)
     assert match in pair.decode.failed["a"]
     assert pair.decode.failed.keys() == {"a"}
     assert pair.landed(*GOOD)
@@ -123,16 +120,10 @@ def test_a_chunk_that_is_not_what_was_asked_for(pair, fields, match):
     assert not pair.decode.storage[:, list(D_IDS)].any()
 
 
-@pytest.mark.parametrize("digest", [0, 1, 2**64 - 1])
+@pytest.mark.parametrize("digest", [0, 2**64 - 1])
 def test_a_chunk_of_another_digest(pair, digest):
     pair.network.change(Landed, times=1, digest=digest)
-    fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
-
-
-@pytest.mark.parametrize("byte", [0, 100, 767])
-def test_a_bit_that_flips_on_the_wire(pair, byte):
-    pair.prefill.engine.corrupt_next(byte)
-    fails_alone(pair, "chunk 0 landed with another digest than it was sent with", "digest")
+    fails_alone(pair, ANOTHER_DIGEST, "digest")
 
 
 def test_a_chunk_that_lands_in_two_slots(pair):
@@ -162,7 +153,7 @@ def test_a_chunk_in_a_slot_of_another_transfer(pair):
         return [message]
 
     pair.network.taps.append(remember)
-    fails_alone(pair, f"generation {680000003} was not granted to it", "landing")
+    fails_alone(pair, "generation 680000003 was not granted to it", "landing")
 
 
 def two_nodes():
@@ -170,12 +161,9 @@ def two_nodes():
     pair = Pair()
     other = pair.add("Q")
     pair.hold("b", (7, 8), worker=other)
-    pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
-    pair.settle()
+    pair.load("b", (40, 41), engine_id="Q", port=other.channel.port, run_s=0)
     assert pair.decode.received == ["b"]
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.settle()
+    pair.stall()
     (fetch,) = [fetch for fetch in pair.network.heard(Fetch) if fetch.handle == "handle-a"]
     return pair, fetch, lambda message: pair.say(message, other)
 
@@ -196,8 +184,7 @@ def test_a_stranger_cannot_speak_of_what_another_was_asked_for(kind):
     assert pair.decode.received == ["b"]
     assert pair.decode.count("failures", reason="peer_message") == 1
     assert pair.decode.landing.taken == 2
-    pair.prefill.engine.release()
-    pair.settle()
+    pair.release(run_s=0)
     assert pair.decode.failed == {}
     assert pair.landed()
     pair.assert_idle()
@@ -206,16 +193,14 @@ def test_a_stranger_cannot_speak_of_what_another_was_asked_for(kind):
 def test_a_stranger_cannot_end_the_quarantine_of_slots():
     pair, fetch, say = two_nodes()
     pair.cut()
-    pair.abort("a")
-    pair.settle()
+    pair.abort("a", run_s=0)
     assert quarantined(pair.decode.landing) == 2
     say(Written(fetch.transfer_id, False, True, 0, 0, 0.0, ""))
     pair.settle()
     assert quarantined(pair.decode.landing) == 2
     assert pair.decode.count("failures", reason="peer_message") == 1
-    pair.prefill.engine.release()
-    pair.run(101, step_s=1)
-    pair.assert_idle()
+    pair.release()
+    pair.assert_idle(101, step_s=1)
 
 
 def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
@@ -226,13 +211,11 @@ def test_all_is_written_and_nothing_was_said_of_any_chunk(pair):
 def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
     late = []
     pair.network.insert(Landed, lambda landed: late.append(landed) or [], times=2)
-    pair.start()
-    pair.run(0.2)
+    pair.start(run_s=0.2)
     assert "2 of them did not land" in pair.decode.failed["a"]
     for landed in late:
         pair.say(landed)
-    pair.start("good", *GOOD)
-    pair.settle()
+    pair.start("good", *GOOD, run_s=0)
     assert not pair.decode.storage[:, list(D_IDS)].any()
     assert pair.landed(*GOOD)
     assert pair.decode.count("failures", reason="peer_message") == 2
@@ -242,31 +225,15 @@ def test_a_chunk_that_lands_after_its_fetch_has_failed(pair):
 # What D may ask of P
 
 
-@pytest.mark.parametrize(
-    ("grants", "match"),
-    [
-        ((Grant(4096, 767, 7),), "chunk 0 has 768 bytes, the slot that was granted has 767"),
-        ((Grant(4096, 0, 7),), "chunk 0 has 768 bytes, the slot that was granted has 0"),
-        ((Grant(4096, SLOT_BYTES, 7),), "remote memory is not registered"),
-        ((Grant(2**62 - 1, 2**61, 7),), "remote memory is not registered"),
-    ],
-)
-def test_slots_that_are_none(pair, grants, match):
-    pair.network.change(Fetch, times=1, grants=grants)
-    fails_alone(pair, match)
-
-
 def test_more_slots_than_chunks_are_not_kept(pair):
     flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
     pair.prefill.engine.hold()
     grants = [CreditGrant(1, flood)] * 20
     pair.network.insert(Fetch, lambda fetch: [fetch, *grants], times=1)
-    pair.start()
-    pair.settle()
+    pair.start(run_s=0)
     (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
     assert len(sending.outbox._grants) <= 2
-    pair.prefill.engine.release()
-    pair.settle()
+    pair.release(run_s=0)
     assert pair.landed()
     pair.assert_idle()
 
@@ -274,14 +241,12 @@ def test_more_slots_than_chunks_are_not_kept(pair):
 def test_no_slot_at_all_is_waited_for_until_the_time_is_over(pair):
     pair.network.change(Fetch, times=1, grants=())
     pair.start()
-    pair.start("good", *GOOD)
-    pair.run(1)
+    pair.start("good", *GOOD, run_s=1)
     assert pair.landed(*GOOD)
     assert pair.prefill.send.taken == 0
     pair.run(ExtraConfig().load_timeout_s)
     assert "when load_timeout_s of the decode node was over" in pair.decode.failed["a"]
-    pair.run(1)
-    pair.assert_idle()
+    pair.assert_idle(1)
 
 
 def test_a_chunk_larger_than_our_own_slots_is_not_packed():
@@ -297,31 +262,42 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     pair.network.insert(Fetch, enlarge, times=1)
     arena = pair.prefill.arenas[1]
     arena.view(arena.address, arena.length_bytes).fill_(0x5A)
-    pair.start("a", source, target)
-    pair.run(0.1)
+    pair.start("a", source, target, run_s=0.1)
     assert arena.view(arena.address, arena.length_bytes).eq(0x5A).all(), "written beyond a slot"
     assert "15360 bytes, the slots have 1024" in pair.decode.failed["a"]
-    pair.start("good", (50, 51), (60, 61))
-    pair.settle()
+    pair.start("good", (50, 51), (60, 61), run_s=0)
     assert pair.landed((50, 51), (60, 61))
-    pair.run(110, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(110, step_s=1)
 
 
 @pytest.mark.parametrize(
-    ("chunks", "match"),
+    ("fields", "match"),
     [
-        ((Chunk(0, 4, (TokenSpan(0, 0, 12),)),), "streams 0..3, the wire has 0..2"),
-        ((Chunk(2, 2, (TokenSpan(0, 0, 12),)),), "streams 2..1, the wire has 0..2"),
-        ((Chunk(0, 3, (TokenSpan(1, 0, 12),)),), "cache group 1"),
-        ((Chunk(0, 3, (TokenSpan(0, 12, 0),)),), "span 12..0"),
-        ((Chunk(0, 3, (TokenSpan(0, 0, 13),)),), "chunks go beyond the 12 tokens of the fetch"),
-        ((Chunk(0, 3, (TokenSpan(0, 0, 2**31 - 1),)),), "chunks go beyond the 12 tokens of the fetch"),
-        ((Chunk(0, 3, (TokenSpan(0, 0, 4), TokenSpan(0, 4, 8))),), "names a cache group twice"),
+        *(
+            ({"grants": (Grant(*grant, 7),)}, match)
+            for grant, match in (
+                ((4096, 767), "chunk 0 has 768 bytes, the slot that was granted has 767"),
+                ((4096, 0), "chunk 0 has 768 bytes, the slot that was granted has 0"),
+                ((4096, SLOT_BYTES), "remote memory is not registered"),
+                ((2**62 - 1, 2**61), "remote memory is not registered"),
+            )
+        ),
+        *(
+            ({"chunks": (Chunk(first, stop, tuple(TokenSpan(*span) for span in spans)),)}, match)
+            for first, stop, spans, match in (
+                (0, 4, [(0, 0, 12)], "streams 0..3, the wire has 0..2"),
+                (2, 2, [(0, 0, 12)], "streams 2..1, the wire has 0..2"),
+                (0, 3, [(1, 0, 12)], "cache group 1"),
+                (0, 3, [(0, 12, 0)], "span 12..0"),
+                (0, 3, [(0, 0, 13)], "chunks go beyond the 12 tokens of the fetch"),
+                (0, 3, [(0, 0, 2**31 - 1)], "chunks go beyond the 12 tokens of the fetch"),
+                (0, 3, [(0, 0, 4), (0, 4, 8)], "names a cache group twice"),
+            )
+        ),
     ],
 )
-def test_chunks_that_are_none_of_the_request(pair, chunks, match):
-    pair.network.change(Fetch, times=1, chunks=chunks)
+def test_slots_that_are_none_and_chunks_that_are_none_of_the_request(pair, fields, match):
+    pair.network.change(Fetch, times=1, **fields)
     fails_alone(pair, match)
 
 

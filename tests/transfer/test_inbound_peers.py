@@ -35,8 +35,7 @@ def test_nodes_of_one_role_each_build_no_part_of_the_other_and_hand_over():
     pair = Pair(are_apart=True)
     assert pair.prefill.transfers.decode is None
     assert pair.decode.transfers.prefill is None
-    pair.start("a")
-    pair.run(1)
+    pair.start("a", run_s=1)
     assert pair.decode.received == ["a"]
     assert pair.landed()
     pair.decode.transfers.replace_weights({"files": "new"})

@@ -46,8 +46,7 @@ def test_a_request_is_seen_on_both_sides_at_each_stage(pair):
     assert (lease["age_s"], lease["left_s"]) == pytest.approx((4, 26), abs=0.1)
     assert lease["digest"] == digest("handle-a")
     pair.prefill.engine.hold()
-    pair.load("a", (21, 3, 8))
-    pair.run(2)
+    pair.load("a", (21, 3, 8), run_s=2)
     (load,), (lease,) = seen(pair.decode).loads, seen(pair.prefill).leases
     assert (load["request_id"], load["engine_id"], load["address"]) == (
         "a",
@@ -64,8 +63,7 @@ def test_a_request_is_seen_on_both_sides_at_each_stage(pair):
     assert (source["direction"], source["engine_id"], source["ranks"]) == ("received", "P", [0])
     assert (source["met"], "loss" in source) == ("a request named it", False)
     assert (inbound["direction"], inbound["engine_id"]) == ("sent", "D")
-    pair.prefill.engine.release()
-    pair.run(1)
+    pair.release(run_s=1)
     assert (seen(pair.decode).loads, seen(pair.prefill).leases) == ((), ())
     assert slots(pair.decode, "receive")[1:] == slots(pair.prefill, "send")[1:] == (0, 0, 0)
 
@@ -78,11 +76,8 @@ def test_a_load_that_waits_for_its_turn_says_so(pair):
 
 
 def test_a_lost_peer_is_named_with_its_breaker_and_its_slots_are_in_quarantine(pair):
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(1)
-    pair.cut()
-    pair.run(12)
+    pair.stall(1)
+    pair.cut(run_s=12)
     (peer,) = seen(pair.decode).peers
     assert peer["loss"].startswith(f"{PeerLoss.SILENT.name.lower()}: ")
     assert 0 < peer["loss_age_s"] < 12

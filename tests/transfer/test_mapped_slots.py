@@ -18,12 +18,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Transport
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import SharedMemory
-from kvconnect.peer.messages import (
-    Fetch,
-    Grant,
-    Landed,
-    Written,
-)
+from kvconnect.peer.messages import Fetch, Grant, Landed, Written
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined
 from tests.transfer.test_hostile import fails_alone
@@ -59,8 +54,7 @@ def pair():
 
 def test_pages_are_packed_into_the_peers_slots_and_the_engine_is_not_used(pair):
     use, before = EngineUse(pair), pair.decode.storage.clone()
-    pair.start("a", SOURCE, TARGET)
-    pair.run(0.1)
+    pair.start("a", SOURCE, TARGET, run_s=0.1)
     assert pair.landed(SOURCE, TARGET)
     others = [block for block in range(50) if block not in TARGET]
     assert torch.equal(pair.decode.storage[:, others], before[:, others])
@@ -80,8 +74,7 @@ def test_pages_are_packed_into_the_peers_slots_and_the_engine_is_not_used(pair):
 def test_a_link_is_measured_by_copies_of_its_own_and_reported_with_a_rate():
     pair = Pair(shared=True, scratch_bytes=SCRATCH_BYTES)
     use = EngineUse(pair)
-    pair.start()
-    pair.run(0.1)
+    pair.start(run_s=0.1)
     assert pair.landed()
     (found,) = pair.network.heard(Transport)
     assert found.bytes_per_s > 0
@@ -160,8 +153,7 @@ def test_scratch_memory_outside_of_the_mapping_is_refused_and_nothing_is_written
     scratch = pair.prefill.arenas[0]
     scratch.view(scratch.scratch_address, SCRATCH_BYTES).fill_(7)
     pair.decode.introduce(scratch_address=ctypes.addressof(foreign))
-    pair.start()
-    pair.run(0.1)
+    pair.start(run_s=0.1)
     assert "are named, the peer's slots are the" in pair.decode.failed["a"]
     assert not any(foreign)
     assert pair.prefill.sent == ["a"]
@@ -189,8 +181,7 @@ def test_slots_that_cannot_be_mapped_are_written_by_the_engine(pair, changes, fa
         card = pair.decode.local.introduction.memory
         fields = {name: opened.get(value, value) for name, value in (changes or {}).items()}
         pair.decode.introduce(memory=msgspec.structs.replace(card, **fields) if fields else None)
-        pair.start()
-        pair.run(0.1)
+        pair.start(run_s=0.1)
     assert pair.landed()
     assert len(use.batches) == len(use.slots) == 2
     assert (
@@ -205,11 +196,9 @@ def test_slots_that_cannot_be_mapped_are_written_by_the_engine(pair, changes, fa
 
 def test_a_cancelled_fetch_is_not_answered_while_a_slot_is_being_packed(pair):
     with SlowKernels("source") as kernels:
-        pair.start("a", SOURCE, TARGET)
-        pair.settle()
+        pair.start("a", SOURCE, TARGET, run_s=0)
         assert kernels.pending
-        pair.abort("a")
-        pair.settle()
+        pair.abort("a", run_s=0)
         assert not pair.network.heard(Written), "the kernel may write D's slots"
         assert not pair.prefill.sent, "and reads P's blocks"
         assert pair.decode.received == ["a"]

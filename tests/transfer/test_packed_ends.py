@@ -22,12 +22,7 @@ SOURCE = tuple(range(1, 11))
 TARGET = tuple(range(31, 21, -1))
 """Five chunks."""
 CONFIG = ExtraConfig(
-    num_slots=2,
-    load_timeout_s=10,
-    peer_timeout_s=4,
-    lease_s=6,
-    transfer_timeout_s=30,
-    quarantine_s=40,
+    num_slots=2, load_timeout_s=10, peer_timeout_s=4, lease_s=6, transfer_timeout_s=30, quarantine_s=40
 )
 LONGEST_S = CONFIG.load_timeout_s + CONFIG.quarantine_s + 1
 STATES = ("asked", "some landed", "unpacking", "written")
@@ -48,8 +43,7 @@ def kernels():
 def bring_to(pair, kernels, state):
     """Begin a request, and let it get so far."""
     pair.prefill.engine.hold()
-    pair.start("a", SOURCE, TARGET)
-    pair.settle()
+    pair.start("a", SOURCE, TARGET, run_s=0)
     if state == "asked":
         return
     for _ in range(40):
@@ -101,7 +95,7 @@ def test_whenever_and_however_a_request_ends(pair, kernels, state, how):
     bring_to(pair, kernels, state)
     end(pair, how)
     watch(pair, kernels, 6)
-    pair.prefill.engine.release()
+    pair.release()
     watch(pair, kernels, 2)
     kernels.finish()
     survives = state == "written" and how in ("silence", "death", "refusal")
@@ -139,7 +133,7 @@ def test_a_peer_that_forgot_us_is_not_asked_again_while_we_unpack_what_it_sent(p
     """What is asked anew may land in the same pages before the old kernel has run."""
     bring_to(pair, kernels, "unpacking")
     end(pair, "refusal")
-    pair.prefill.engine.release()
+    pair.release()
     for _ in range(40):
         old, kernels.pending = kernels.pending[:1], kernels.pending[1:]
         kernels.finish()
@@ -163,7 +157,7 @@ def test_what_has_to_be_sent_again_is_asked_for_once_the_old_kernel_has_run(pair
     watch(pair, kernels, 6)
     assert not pair.decode.received
     assert len(pair.network.heard(Fetch)) == 1
-    pair.prefill.engine.release()
+    pair.release()
     for _ in range(40):
         kernels.finish()
         pair.settle(1)
@@ -200,8 +194,7 @@ def test_what_a_kernel_finds_wrong_fails_the_request_after_all_was_written(pair,
 def test_kernels_that_run_keep_both_sides_awake(pair):
     for side, worker in (("source", pair.prefill), ("target", pair.decode)):
         with SlowKernels(side) as kernels:
-            pair.start(side, SOURCE, TARGET)
-            pair.settle()
+            pair.start(side, SOURCE, TARGET, run_s=0)
             assert kernels.pending
             assert worker.transfers.step(pair.clock.now) < 0.01, "nobody wakes it when the kernel is done"
             for _ in range(20):
@@ -226,8 +219,7 @@ def test_a_kernel_that_cannot_be_launched_fails_one_request(pair, monkeypatch, s
         return real(packer, *args)
 
     monkeypatch.setattr(Packer, what, fail_once)
-    pair.start("fails", SOURCE, TARGET)
-    pair.settle()
+    pair.start("fails", SOURCE, TARGET, run_s=0)
     pair.start("works", (20, 21), (40, 41))
     pair.settle(20)
     assert pair.decode.failed.keys() == {"fails"}

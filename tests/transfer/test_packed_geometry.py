@@ -82,10 +82,7 @@ def test_any_shape_lands_in_any_other(data):
 
 def test_what_a_window_sees_must_be_held():
     ranks = Ranks(
-        Model({"full": 1, "window": 1}, window=20),
-        same_blocks(16),
-        same_blocks(16),
-        slot_bytes=1 << 15,
+        Model({"full": 1, "window": 1}, window=20), same_blocks(16), same_blocks(16), slot_bytes=1 << 15
     )
     blocks = ranks.blocks("P", 100)
     nothing = (0,) * len(blocks["window"].block_ids)

@@ -24,12 +24,10 @@ def one_late_write(fault=lambda engine: engine.fail_next(quiescent=False)):
     """A pair that has written off one write, and lends its only slot again; the write is still to come."""
     pair = Pair(ONE_SLOT)
     fault(pair.prefill.engine)
-    pair.start("old", *SHORT)
-    pair.settle()
+    pair.start("old", *SHORT, run_s=0)
     assert "old" in pair.decode.failed
     assert (quarantined(pair.decode.landing), quarantined(pair.prefill.send)) == (1, 1)
-    pair.run(ExtraConfig().quarantine_s + 1, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(ExtraConfig().quarantine_s + 1, step_s=1)
     return pair
 
 
@@ -56,8 +54,7 @@ def test_a_late_write_into_a_slot_that_is_lent_again_is_noticed():
     assert pair.decode.count("failures", reason="digest") == 1
     others = [block for block in range(50) if block != 31]
     assert pair.decode.storage[:, others].equal(before[:, others])
-    pair.start("next", (9,), (32,))
-    pair.settle()
+    pair.start("next", (9,), (32,), run_s=0)
     assert pair.landed((9,), (32,))
     pair.assert_idle()
 
@@ -65,8 +62,7 @@ def test_a_late_write_into_a_slot_that_is_lent_again_is_noticed():
 def test_a_late_write_into_quarantine_reaches_nobody():
     pair = Pair(ExtraConfig(num_slots=3))
     pair.prefill.engine.fail_next(quiescent=False)
-    pair.start("old", *SHORT)
-    pair.settle()
+    pair.start("old", *SHORT, run_s=0)
     (fetch,) = pair.network.heard(Fetch)
     for number in range(10):
         pair.start(f"r{number}", (number + 10,), (number + 10,))
@@ -79,25 +75,7 @@ def test_a_late_write_into_quarantine_reaches_nobody():
     pair.settle()
     assert all(pair.landed((number + 10,), (number + 10,)) for number in range(10))
     assert not pair.decode.storage[:, list(SHORT[1])].any()
-    pair.run(ExtraConfig().quarantine_s + 1, step_s=1)
-    pair.assert_idle()
-
-
-@pytest.mark.parametrize("after_bytes", [0, 1, 100, 383])
-@pytest.mark.parametrize("quiescent", [True, False])
-def test_a_write_that_was_cut_off_is_never_used(after_bytes, quiescent):
-    pair = Pair(ONE_SLOT)
-    pair.prefill.engine.cut_next(after_bytes, quiescent)
-    pair.start("cut", *SHORT)
-    pair.start("next", (8,), (31,))
-    pair.settle()
-    assert pair.decode.failed == {"cut": "the prefill node's engine: cut on request"}
-    assert quarantined(pair.decode.landing) == (not quiescent)
-    pair.prefill.engine.land_late()
-    pair.run(ExtraConfig().quarantine_s + 1, step_s=1)
-    assert pair.landed((8,), (31,))
-    assert not pair.decode.storage[:, list(SHORT[1])].any()
-    pair.assert_idle()
+    pair.assert_idle(ExtraConfig().quarantine_s + 1, step_s=1)
 
 
 @pytest.mark.parametrize(("names", "lost"), [(None, 2), (0, 0), (1, 1), (2, 2)])
@@ -111,25 +89,20 @@ def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land
         return [msgspec.structs.replace(message, quiescent=False, unsettled=unsettled)]
 
     pair.network.insert(Written, not_quiescent)
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.settle()
-    pair.abort("a")
-    pair.settle()
+    pair.stall()
+    pair.abort("a", run_s=0)
     assert pair.decode.received == ["a"]
     assert len(pair.network.heard(Written)) == 1
     pair.run(ExtraConfig().quarantine_s - 1, step_s=1)
     assert quarantined(pair.decode.landing) == lost
-    pair.run(2, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(2, step_s=1)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 9.0])
 def test_a_fetch_that_is_read_late_is_not_served_after_its_time(late_s):
     """P stood still while the fetch lay in its socket; D's time goes on, and its slots are another's."""
     pair = Pair(ExtraConfig(load_timeout_s=6.0, lease_s=100.0))
-    pair.start("warm", *SHORT)
-    pair.run(1)
+    pair.start("warm", *SHORT, run_s=1)
     kept = []
     pair.network.insert(Fetch, lambda fetch: kept.append(fetch) or [], times=1)
     pair.start()

@@ -29,25 +29,6 @@ def blocks(number):
     return tuple(range(first, first + BLOCKS)), tuple(reversed(range(first + 9, first + 9 + BLOCKS)))
 
 
-@pytest.mark.parametrize(("num_slots", "shared"), [(1, False), (2, False), (3, True), (6, True)])
-def test_twenty_requests_of_five_chunks_land_over_a_few_slots(num_slots, shared):
-    pair = crowded(num_slots, shared=shared)
-    for number in range(20):
-        pair.start(f"r{number}", *blocks(number))
-    for _ in range(400):
-        pair.settle(1)
-        assert len(pair.decode.transfers.decode.bay._hungry) <= 20
-        if len(pair.decode.received) == 20:
-            break
-    assert sorted(pair.decode.received) == sorted(f"r{number}" for number in range(20))
-    assert not pair.decode.failed
-    assert all(pair.landed(*blocks(number)) for number in range(20))
-    assert {len(fetch.chunks) for fetch in pair.network.heard(Fetch)} == {5}
-    assert len(pair.network.heard(Landed)) == 100
-    pair.settle()
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_processor_sends_a_chunk_before_it_packs_the_next_and_a_device_packs_all_at_once(on_device):
     pair = crowded(6)
@@ -88,22 +69,29 @@ def test_a_short_request_does_not_wait_for_a_long_one_to_end():
     pair.assert_idle()
 
 
-def test_each_request_in_turn_is_lent_the_slots_that_become_free():
-    """After ten requests have begun, none has had two more chunks landed than another."""
-    pair = crowded(2)
-    for number in range(10):
+@pytest.mark.parametrize(("num_slots", "shared"), [(1, False), (2, False), (3, True), (6, True)])
+def test_each_request_in_turn_is_lent_the_slots_that_become_free(num_slots, shared):
+    """After twenty requests have begun, none has had many more chunks landed than another."""
+    pair = crowded(num_slots, shared=shared)
+    for number in range(20):
         pair.start(f"r{number}", *blocks(number))
-    landed = dict.fromkeys(range(1, 11), 0)
-    seen = 0
-    for _ in range(200):
+    landed, seen = dict.fromkeys(range(1, 21), 0), 0
+    for _ in range(400):
         pair.settle(1)
+        assert len(pair.decode.transfers.decode.bay._hungry) <= 20
         said = pair.network.heard(Landed)
         for message in said[seen:]:
             landed[message.transfer_id] += 1
         seen = len(said)
-        if len(pair.network.heard(Fetch)) == 10:
+        if len(pair.network.heard(Fetch)) == 20 and num_slots <= 2:
             assert max(landed.values()) - min(landed.values()) <= 2
+        if len(pair.decode.received) == 20:
+            break
     assert set(landed.values()) == {5}
+    assert not pair.decode.failed
+    assert all(pair.landed(*blocks(number)) for number in range(20))
+    pair.settle()
+    pair.assert_idle()
 
 
 def silent_node(pair, requests):
@@ -135,8 +123,7 @@ def test_a_node_that_falls_silent_with_slots_does_not_keep_others_from_theirs():
         pair.start(f"r{number}", *blocks(number))
     pair.settle(60)
     assert len(pair.decode.received) == 16
-    pair.run(100, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(100, step_s=1)
 
 
 def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
@@ -145,8 +132,7 @@ def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
     for number in range(3):
         pair.load(f"early{number}", blocks(number)[1])
     pair.settle()
-    pair.start("ready", *blocks(3))
-    pair.run(1)
+    pair.start("ready", *blocks(3), run_s=1)
     assert pair.decode.received == ["ready"]
     for number in range(3):
         pair.hold(f"early{number}", blocks(number)[0])
@@ -157,16 +143,11 @@ def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
 
 
 def test_as_many_bytes_are_under_way_as_are_allowed():
-    pair = Pair(
-        ExtraConfig(num_slots=8, max_inflight_bytes=1536),
-        prefill_blocks=250,
-        decode_blocks=260,
-    )
+    pair = Pair(ExtraConfig(num_slots=8, max_inflight_bytes=1536), prefill_blocks=250, decode_blocks=260)
     pair.prefill.engine.hold()
-    pair.start("a", *blocks(0))
-    pair.settle()
+    pair.start("a", *blocks(0), run_s=0)
     assert pair.prefill.gauge("inflight_bytes") == 1536
-    pair.prefill.engine.release()
+    pair.release()
     pair.settle(20)
     assert pair.landed(*blocks(0))
     pair.assert_idle()
@@ -193,8 +174,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
         other.order(Orders(loads=(load,)))
     pair.run(1)
     assert pair.prefill.send.taken == 3
-    pair.start("a", *blocks(0))
-    pair.run(1)
+    pair.start("a", *blocks(0), run_s=1)
     assert pair.decode.received == ["a"]
     assert pair.landed(*blocks(0))
 

@@ -20,9 +20,7 @@ from tests.transfer.pair import Pair
 
 
 def loading():
-    return LoadRecord(
-        Load("r", "h", ("P", "x", 1), 4, ()), ("P", "x", 1), 0.0, 1.0, lambda: True, lambda load: None, None
-    )
+    return LoadRecord(Load("r", "h", ("P", "x", 1), 4, ()), 0.0, 1.0, lambda: True, lambda load: None, None)
 
 
 def test_the_first_reason_is_kept():
@@ -50,12 +48,10 @@ def test_an_illegal_move_of_one_request_keeps_no_other_from_landing(pair):
     """A bug of ours, planted: the record of one request cannot take what happens to it."""
     pair.prefill.engine.hold()
     pair.start()
-    pair.start("b", (11, 12), (31, 32))
-    pair.run(0.2)
+    pair.start("b", (11, 12), (31, 32), run_s=0.2)
     (broken,) = pair.decode.transfers.decode.loads["a"].fetches.values()
     broken.move = lambda after: (_ for _ in ()).throw(IllegalTransition("x"))
-    pair.prefill.engine.release()
-    pair.run(1)
+    pair.release(run_s=1)
     assert pair.decode.received == ["b"]
     assert pair.landed((11, 12), (31, 32))
     assert pair.decode.count("failures", reason="illegal_move") > 0
@@ -63,8 +59,7 @@ def test_an_illegal_move_of_one_request_keeps_no_other_from_landing(pair):
     pair.run(pair.config.load_timeout_s + 1, step_s=1)
     assert sorted(pair.decode.received) == ["a", "b"]
     assert "did not arrive within" in pair.decode.failed["a"]
-    pair.run(pair.config.quarantine_s + 1, step_s=1)
-    pair.assert_idle()
+    pair.assert_idle(pair.config.quarantine_s + 1, step_s=1)
 
 
 def test_an_error_over_a_lease_keeps_no_other_from_ending(monkeypatch):
@@ -79,39 +74,20 @@ def test_an_error_over_a_lease_keeps_no_other_from_ending(monkeypatch):
     assert pair.prefill.count("failures", reason="internal") >= 1
 
 
-class TestBreaker:
-    """How long a peer that could not be reached is left alone."""
-
-    def test_each_failure_doubles_the_while_up_to_the_bound(self):
-        breaker, chance = Breaker(), random.Random(1)
-        whiles, now = [], 100.0
-        for _ in range(12):
-            breaker.failed("no", 10.0, chance, now)
-            whiles.append(breaker.retry_at - now)
-            assert not breaker.may_try(now)
-            now = breaker.retry_at
+def test_a_peer_that_cannot_be_reached_is_left_alone_for_ever_longer_until_it_is_met():
+    breaker, chance, now = Breaker(), random.Random(1), 100.0
+    for turn in (*range(12), 0):
+        if not turn:
+            breaker.met()
             assert breaker.may_try(now)
-            breaker.tried()
-            assert not breaker.may_try(now), "one at a time"
-        for turn, seconds in enumerate(whiles):
-            longest = min(10.0, 0.25 * 2**turn)
-            assert longest / 2 <= seconds <= longest
-
-    def test_who_was_met_is_tried_at_once_the_next_time(self):
-        breaker, chance = Breaker(), random.Random(1)
-        for _ in range(6):
-            breaker.failed("no", 10.0, chance, 0.0)
+        breaker.failed(Cause.LOST("nothing listens"), 10.0, chance, now)
+        longest = min(10.0, 0.25 * 2**turn)
+        assert longest / 2 <= breaker.retry_at - now <= longest
+        assert not breaker.may_try(now)
+        assert "it was tried just now: nothing listens" in breaker.refusal(now).text
+        now = breaker.retry_at
+        assert breaker.may_try(now)
+        assert breaker.refusal(now) is None, "whoever comes next may try"
         breaker.tried()
-        breaker.met()
-        assert breaker.may_try(0.0)
-        breaker.failed("no", 10.0, chance, 0.0)
-        assert breaker.retry_at <= 0.25
-
-    def test_loads_are_refused_for_a_reason_but_not_while_the_peer_is_being_tried(self):
-        breaker = Breaker()
-        assert breaker.refusal(0.0) is None
-        breaker.failed(Cause.LOST("nothing listens"), 10.0, random.Random(1), 0.0)
-        assert "it was tried just now: nothing listens" in breaker.refusal(0.01).text
-        assert breaker.refusal(1.0) is None, "whoever comes next may try"
-        breaker.tried()
-        assert breaker.refusal(1.0) is None, "a load waits for what comes of it"
+        assert not breaker.may_try(now), "one at a time"
+        assert breaker.refusal(now) is None, "a load waits for what comes of it"

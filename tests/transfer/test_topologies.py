@@ -72,8 +72,8 @@ def test_a_layer_that_its_rank_does_not_have_is_named():
 
 def test_layers_without_numbers_are_not_divided_over_pipeline_ranks():
     network = TappedNetwork(Clock())
-    workers = [FakeWorker("P", 9, network, ExtraConfig(), stages=stages) for stages in ((0, 1), (0,))]
-    ours, theirs = (worker.local.introduction for worker in workers)
+    theirs = FakeWorker("P", 9, network, ExtraConfig()).local.introduction
+    ours = replace(theirs, meaning=replace(theirs.meaning, stages=(0, 1)))
     assert disagreement(theirs, theirs) is None
     for pair in ((ours, theirs), (theirs, ours)):
         assert "layer 'layer0' has no number" in disagreement(*pair).text
@@ -164,20 +164,8 @@ def test_heads_and_turns(prefill, decode):
             (16, 16),
             "2 context-parallel ranks in turns of 16 tokens on the prefill node, 2 ",
         ),
-        (
-            "latent",
-            in_turns(2, 16),
-            Topology(),
-            (16, 64),
-            "of the decode node has blocks of 64 tokens",
-        ),
-        (
-            "latent",
-            Topology(),
-            in_turns(2, 1),
-            (16, 16),
-            "of the prefill node has blocks of 16 tokens",
-        ),
+        ("latent", in_turns(2, 16), Topology(), (16, 64), "of the decode node has blocks of 64 tokens"),
+        ("latent", Topology(), in_turns(2, 1), (16, 16), "of the prefill node has blocks of 16 tokens"),
         ("windows", in_turns(2, 16, 4), Topology(), (16, 16), "layers that see all tokens"),
         ("full", in_turns(2, 16, 4), Topology(), (16, 16), "4 heads do not have 2 ranks of each"),
     ],

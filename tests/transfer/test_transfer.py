@@ -22,8 +22,7 @@ from tests.transfer.shapes import Model, same_blocks
 
 def test_a_request_lands_and_both_sides_forget_it(pair):
     before = pair.decode.storage.clone()
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     assert pair.landed()
     untouched = [block for block in range(50) if block not in D_IDS]
     assert torch.equal(pair.decode.storage[:, untouched], before[:, untouched])
@@ -37,14 +36,11 @@ def test_a_request_lands_and_both_sides_forget_it(pair):
 
 
 def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(20)
+    pair.stall(20)
     assert not pair.prefill.sent
     assert not pair.decode.received
     assert (pair.decode.gauge("slots_landing"), pair.prefill.gauge("slots_send")) == (2, 2)
-    pair.prefill.engine.release()
-    pair.run()
+    pair.release(run_s=0)
     assert pair.landed()
     assert pair.decode.received == ["a"]
 
@@ -52,8 +48,7 @@ def test_nothing_is_reported_while_the_engine_holds_the_bytes(pair):
 def test_nothing_is_written_to_blocks_that_the_device_still_uses(pair):
     done = []
     pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, ready=lambda: bool(done))
-    pair.run(2)
+    pair.load("a", D_IDS, ready=lambda: bool(done), run_s=2)
     assert pair.network.heard(Landed), "what lands in slots can wait there"
     assert not pair.decode.received
     assert not pair.landed()
@@ -61,27 +56,22 @@ def test_nothing_is_written_to_blocks_that_the_device_still_uses(pair):
     pair.run()
     assert pair.landed()
     assert pair.decode.received == ["a"]
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
 
 
 def test_a_load_that_is_aborted_before_its_blocks_are_unused_gives_its_slots_back(pair):
     pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, ready=lambda: False)
-    pair.run(2)
+    pair.load("a", D_IDS, ready=lambda: False, run_s=2)
     assert pair.decode.transfers.local.landing.taken
-    pair.abort("a")
-    pair.run(2)
+    pair.abort("a", run_s=2)
     assert "a" in pair.decode.failed
     assert not pair.landed()
     pair.assert_idle()
 
 
 def test_a_handle_works_once(pair):
-    pair.start()
-    pair.run()
-    pair.load("again", D_IDS, handle="handle-a")
-    pair.run(0.1)
+    pair.start(run_s=0)
+    pair.load("again", D_IDS, handle="handle-a", run_s=0.1)
     assert "no longer held" in pair.decode.failed["again"]
 
 
@@ -92,25 +82,21 @@ def test_a_lease_that_nobody_fetches_ends_and_a_late_fetch_hears_why(pair):
     pair.run(2)
     assert pair.prefill.sent == ["a"]
     assert pair.prefill.count("failures", reason="lease_expired") == 1
-    pair.load("a", D_IDS)
-    pair.run(0.1)
+    pair.load("a", D_IDS, run_s=0.1)
     assert "its lease_s of 30 s is over, and no decode node asked for it" in pair.decode.failed["a"]
     pair.assert_idle()
 
 
 def test_a_refused_order_is_reported_and_never_sent(pair):
-    pair.load("a", D_IDS, "", refusal=Cause.PARAMETERS("kv_transfer_params.remote_port is 'x'"))
-    pair.run()
+    pair.load("a", D_IDS, "", refusal=Cause.PARAMETERS("kv_transfer_params.remote_port is 'x'"), run_s=0)
     assert pair.decode.failed == {"a": "kv_transfer_params.remote_port is 'x'"}
     assert not pair.decode.transfers.decode.peers
 
 
 def test_a_peer_that_forgot_us_is_met_again(pair):
-    pair.start()
-    pair.run()
+    pair.start(run_s=0)
     pair.prefill.transfers.prefill.inbound_peers._peers.clear()
-    pair.start("b", (7, 8), (30, 31))
-    pair.run(0.1)
+    pair.start("b", (7, 8), (30, 31), run_s=0.1)
     assert pair.decode.received == ["a", "b"]
     assert not pair.decode.failed
     assert pair.landed((7, 8), (30, 31))
@@ -124,8 +110,7 @@ def test_loads_beyond_the_bound_wait_their_turn():
         pair.start(f"r{n}", (n + 1,), (n + 10,))
     pair.run(1)
     assert len(pair.prefill.transfers.prefill.sender.sendings) == 2
-    pair.prefill.engine.release()
-    pair.run(1)
+    pair.release(run_s=1)
     assert sorted(pair.decode.received) == [f"r{n}" for n in range(5)]
     assert not pair.decode.failed
 
@@ -169,8 +154,7 @@ def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
     """It is how an operator sees that two nodes found each other, and what carries KV."""
     with caplog.at_level(logging.INFO):
         for request in ("a", "b"):
-            pair.start(request)
-            pair.run()
+            pair.start(request, run_s=0)
     said = [text for text in caplog.messages if "over memory" in text]
     assert len(said) == 2
     assert any("prefill node P" in text and "is met" in text for text in said)
@@ -184,8 +168,7 @@ def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
 def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side):
     """As a node that only offloads."""
     getattr(pair, side).introduce(slot_bytes=0)
-    pair.start()
-    pair.run(0.1)
+    pair.start(run_s=0.1)
     assert pair.decode.failed == {"a": without_slots(side)}
     assert pair.prefill.sent == ["a"]
     assert not pair.network.heard(Fetch)
@@ -195,8 +178,7 @@ def test_nothing_is_fetched_where_one_side_has_no_slots(pair, side):
 def test_a_peer_without_slots_that_fetches_is_refused(pair):
     ours = pair.decode.local.introduction
     pair.network.change(Hello, introduction=msgspec.structs.replace(ours, slot_bytes=0))
-    pair.start()
-    pair.run(0.1)
+    pair.start(run_s=0.1)
     assert pair.decode.failed == {"a": without_slots("decode")}
     assert pair.prefill.sent == ["a"]
     pair.assert_idle()
@@ -236,8 +218,7 @@ def test_a_slot_that_no_block_fits_holds_rows():
 @pytest.mark.parametrize("groups", [(), (GroupBlocks(0, 3, ()),), (GroupBlocks(0, 0, (0, 0, 0)),)])
 def test_a_request_of_which_nothing_is_wanted_arrives(pair, groups):
     pair.hold("a", P_IDS)
-    pair.load("a", D_IDS, groups=groups)
-    pair.run()
+    pair.load("a", D_IDS, groups=groups, run_s=0)
     assert (pair.decode.received, pair.decode.failed) == (["a"], {})
     assert not pair.decode.storage.any()
     assert pair.prefill.sent == ["a"]
@@ -275,8 +256,7 @@ def test_the_outcome_of_a_load_into_rows_is_there_before_these_are_reported(pair
     park = Park(7, 0, (b"n",) * len(D_IDS), D_IDS)
     pair.hold("a", P_IDS)
     refusal = None if ok else Cause.BLOCKS("no row is there")
-    pair.load("a", D_IDS, parks=(park,), wants_outcome=True, refusal=refusal)
-    pair.run()
+    pair.load("a", D_IDS, parks=(park,), wants_outcome=True, refusal=refusal, run_s=0)
     ((parks, is_whole, (outcome,)),) = ended
     assert (parks, is_whole) == ((park,), ok)
     assert (outcome.request_id, outcome.reason is None) == ("a", ok)

@@ -187,12 +187,21 @@ def test_a_lane_that_cannot_be_told_is_none_of_those_that_are_required(lane):
     assert not refusal(ExtraConfig(), found, "decode")
 
 
-class Reported:
-    """What a meter reports: shown rates, and those to be judged."""
+class Metered:
+    """What a meter reports of chunks: ``shown`` rates, and those that are ``slow``.
 
-    def __init__(self) -> None:
+    The chunks are of so many bytes, posted and ended at these times, alone or not. The poll before the one
+    that saw a chunk's end was ``poll_s`` earlier.
+    """
+
+    def __init__(self, chunks, calibrated=10e9, poll_s=0.0) -> None:
         self.shown: list[float] = []
         self.slow: list[float] = []
+        seconds_of = (lambda n: n / calibrated) if calibrated else None
+        meter = LinkMeter("D", Transport("nvlink", expected_bytes_per_s=450e9), self, seconds_of)
+        for number, (size, began, ended, is_alone) in enumerate(chunks):
+            done = Completion(number, True, True, size, ended - began)
+            meter.moved(done, ended, is_alone=is_alone, unfinished_at=ended - poll_s)
 
     def show(self, found: Transport) -> None:
         self.shown.append(found.bytes_per_s)
@@ -202,62 +211,40 @@ class Reported:
         self.slow.append(found.bytes_per_s)
 
 
-def metered(chunks, calibrated=10e9, poll_s=0.0):
-    """A meter that saw chunks: of so many bytes, posted and ended at these times, alone or not.
-
-    The poll before the one that saw a chunk's end was ``poll_s`` earlier.
-    """
-    reported = Reported()
-    seconds_of = (lambda n: n / calibrated) if calibrated else None
-    meter = LinkMeter("D", Transport("nvlink", expected_bytes_per_s=450e9), reported, seconds_of)
-    for number, (size, began, ended, is_alone) in enumerate(chunks):
-        done = Completion(number, True, True, size, ended - began)
-        meter.moved(done, ended, is_alone=is_alone, unfinished_at=ended - poll_s)
-    return reported
-
-
-def test_chunks_that_follow_each_other_take_the_time_between_their_ends():
+def test_chunks_that_follow_each_other_take_the_time_between_their_ends_and_others_measure_nothing():
+    small = [(MIB - 1, n / 1000, (n + 1) / 1000, True) for n in range(200)]
+    shared = [(4 * MIB, n / 1000, (n + 1) / 1000, False) for n in range(200)]
     # Each has two more before it on its way, and comes a millisecond after the one before.
-    chunks = [(4 * MIB, n / 1000, (n + 3) / 1000, True) for n in range(16)]
-    (rate,) = metered(chunks).shown
+    chunks = [(4 * MIB, 1 + n / 1000, 1 + (n + 3) / 1000, True) for n in range(16)]
+    (rate,) = Metered(small + shared + chunks).shown
     assert rate == pytest.approx(64 * MIB / 0.018)
 
 
-def test_what_is_small_or_shares_the_link_measures_nothing():
-    small = [(MIB - 1, n / 1000, (n + 1) / 1000, True) for n in range(200)]
-    shared = [(4 * MIB, n / 1000, (n + 1) / 1000, False) for n in range(200)]
-    assert metered(small + shared).shown == []
-
-
-def window(at, rate, posted_s=0.0):
-    """The chunks of a window, one after the other at this rate; all but the first are posted ahead."""
-    times = [at + number * 16 * MIB / rate for number in range(5)]
-    return [(16 * MIB, began - posted_s * (began > at), ended, True) for began, ended in pairwise(times)]
+def windows(count, rate, at=0.0, posted_s=0.0):
+    """The chunks of windows, one after the other at this rate; all but a window's first are posted ahead."""
+    made = []
+    for number in range(count):
+        times = [at + 10 * number + chunk * 16 * MIB / rate for chunk in range(5)]
+        made += [
+            (16 * MIB, began - posted_s * (began > times[0]), end, True) for began, end in pairwise(times)
+        ]
+    return made
 
 
 @pytest.mark.parametrize(("slow", "judged"), [(3, 0), (4, 1), (6, 3)])
 def test_a_link_is_slow_if_it_is_so_four_windows_in_a_row(slow, judged):
-    windows = [window(10.0 * n, 1e9) for n in range(2)] + [window(100.0, 9e9)]
-    windows += [window(200.0 + 10 * n, 4e9, posted_s=0.01) for n in range(slow)]
-    reported = metered([chunk for one in windows for chunk in one])
-    assert reported.slow == pytest.approx([4e9] * judged)
-    assert len(reported.shown) == 3 + slow
-
-
-@pytest.mark.parametrize(("poll_s", "is_slow"), [(0.9, False), (0.4, True)])
-def test_time_in_which_the_thread_does_not_poll_is_not_the_links(poll_s, is_slow):
-    """Chunks that came five times as late as in the calibration, most of it before the engine was polled."""
-    chunk_s = 5 * 16 * MIB / 10e9
-    chunks = [one for n in range(6) for one in window(10.0 * n, 2e9)]
-    reported = metered(chunks, poll_s=poll_s * chunk_s)
-    assert bool(reported.slow) == is_slow
-    assert len(reported.shown) == 6
-
-
-def test_without_a_calibration_no_link_is_slow():
-    reported = metered([one for n in range(6) for one in window(9.0 * n, 1e6)], calibrated=0.0)
-    assert not reported.slow
-    assert len(reported.shown) == 6
+    """Time in which the thread does not poll is not the link's; without a calibration none is slow."""
+    chunks = [*windows(2, 1e9), *windows(1, 9e9, 100.0), *windows(slow, 4e9, 200.0, posted_s=0.01)]
+    chunk_s = 16 * MIB / 4e9
+    for is_judged, given in (
+        (True, {}),
+        (True, {"poll_s": 0.1 * chunk_s}),
+        (False, {"poll_s": 0.4 * chunk_s}),
+        (False, {"calibrated": 0.0}),
+    ):
+        reported = Metered(chunks, **given)
+        assert reported.slow == pytest.approx([4e9] * judged * is_judged)
+        assert len(reported.shown) == 3 + slow
 
 
 @pytest.mark.parametrize(("lane", "is_slow"), [("nvlink", False), ("cuda_ipc", False), ("rdma", True)])

@@ -34,25 +34,21 @@ def refused(pair, request):
 
 def test_a_peer_with_other_weights_is_refused_by_name(pair):
     rename(pair.decode, "second", replace=False)
-    pair.start()
-    pair.run(1)
+    pair.start(run_s=1)
     assert (
         "peer has other weights: weights.files is first on the prefill node, second on the decode node"
         in pair.decode.failed["a"]
     )
     assert refused(pair, "a") == 1
-    pair.start("b", *OTHER)
-    pair.run(1)
+    pair.start("b", *OTHER, run_s=1)
     assert refused(pair, "b") == 2
     assert not pair.landed()
     assert pair.decode.count("failures", reason="load") == 0
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
 
 
 def test_what_is_held_when_the_weights_are_replaced_is_not_loaded(pair):
-    pair.start()
-    pair.run(1)
+    pair.start(run_s=1)
     assert pair.landed()
     pair.hold("b", OTHER[0])
     pair.run(0.1)
@@ -64,12 +60,10 @@ def test_what_is_held_when_the_weights_are_replaced_is_not_loaded(pair):
     assert sum(leased_s) > 0.09
     pair.load("b", OTHER[1])
     pair.hold("c", P_IDS)
-    pair.load("c", D_IDS)
-    pair.run(1)
+    pair.load("c", D_IDS, run_s=1)
     assert refused(pair, "b") == refused(pair, "c") == 2
     assert not pair.landed(*OTHER)
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
 
 
 def test_a_prefill_that_is_being_sent_when_the_weights_are_replaced_is_cut_short():
@@ -77,8 +71,7 @@ def test_a_prefill_that_is_being_sent_when_the_weights_are_replaced_is_cut_short
     for worker in pair.workers:
         rename(worker, "first", replace=False)
     prefill = Prefill(pair, (1, 2, 3, 4, 5), 20)
-    pair.load("a", (11, 12, 13, 14, 15), num_tokens=20)
-    pair.settle()
+    pair.load("a", (11, 12, 13, 14, 15), num_tokens=20, run_s=0)
     prefill.to(8)
     pair.run(0.2)
     sendings = pair.prefill.transfers.prefill.sender.sendings
@@ -87,70 +80,54 @@ def test_a_prefill_that_is_being_sent_when_the_weights_are_replaced_is_cut_short
     pair.run(0.2)
     assert not sendings, "not only once the prefill would have ended"
     assert "a" in pair.decode.failed
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_a_pair_that_was_updated_one_by_one_goes_on_after_the_second(pair, who):
-    pair.start()
-    pair.run(1)
+    pair.start(run_s=1)
     first = pair.prefill if who == "prefill" else pair.decode
     second = pair.decode if who == "prefill" else pair.prefill
     rename(first, "second")
     pair.run(0.1)
-    pair.start("b", *OTHER)
-    pair.run(1)
+    pair.start("b", *OTHER, run_s=1)
     assert refused(pair, "b") == 1
     rename(second, "second")
     pair.run(3)
-    pair.start("c", OTHER[0], OTHER[1])
-    pair.run(3)
+    pair.start("c", OTHER[0], OTHER[1], run_s=3)
     assert "c" not in pair.decode.failed
     assert pair.landed(*OTHER)
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
 
 
 def test_a_load_under_way_fails_when_our_own_weights_are_replaced(pair):
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(0.2)
+    pair.stall(0.2)
     assert pair.decode.transfers.decode.loads
     rename(pair.decode, "second")
     pair.run(0.2)
-    pair.prefill.engine.release()
-    pair.run(1)
+    pair.release(run_s=1)
     assert "the decode node's weights were replaced" in pair.decode.failed["a"]
-    pair.start("b", *OTHER)
-    pair.run(1)
+    pair.start("b", *OTHER, run_s=1)
     assert refused(pair, "b") == 1
-    pair.run(pair.config.load_timeout_s + pair.config.quarantine_s + 1, step_s=0.5)
-    pair.assert_idle()
+    pair.assert_idle(pair.config.load_timeout_s + pair.config.quarantine_s + 1, step_s=0.5)
 
 
 def test_what_is_being_sent_to_a_peer_with_the_weights_of_before_arrives(pair):
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(0.2)
+    pair.stall(0.2)
     rename(pair.prefill, "second")
     pair.run(0.2)
-    pair.prefill.engine.release()
-    pair.run(1)
+    pair.release(run_s=1)
     assert pair.landed()
     assert pair.decode.failed == {}
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
 
 
 def test_a_fetch_that_waits_for_its_prefill_is_refused_once_that_has_other_weights(pair):
     pair.prefill.order(Orders(expected=("handle-a",)))
-    pair.load("a", D_IDS)
-    pair.run(0.5)
+    pair.load("a", D_IDS, run_s=0.5)
     rename(pair.prefill, "second")
     pair.hold("a", P_IDS)
     pair.run(1)
     assert refused(pair, "a") == 1
     assert not pair.landed()
-    pair.run(30)
-    pair.assert_idle()
+    pair.assert_idle(30)
