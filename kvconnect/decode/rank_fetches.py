@@ -157,17 +157,20 @@ class RankFetches:
             case Written():
                 self._written(fetch, message, now)
             case Accepted(epoch=epoch):
-                if fetch.load.epochs.setdefault(fetch.rank, epoch) != epoch:
-                    fetch.load.fail(OTHER_EPOCH)
+                self._accepted(fetch, epoch)
             case CreditRequest():
                 self.bay.requested(fetch.landing, message)
             case Landed():
                 self._landed(fetch, message)
 
+    def _accepted(self, fetch: RankFetch, epoch: int) -> None:
+        if fetch.load.epochs.setdefault(fetch.rank, epoch) != epoch:
+            fetch.load.fail(OTHER_EPOCH)
+
     def _landed(self, fetch: RankFetch, message: Landed) -> None:
         if message.epoch:
             # A fetch that had not to wait is accepted by its first chunk. ``Written`` has the epoch again.
-            fetch.load.epochs.setdefault(fetch.rank, message.epoch)
+            self._accepted(fetch, message.epoch)
         if fetch.load.error:
             return
         reason = self.bay.landed(fetch.landing, message)

@@ -136,7 +136,7 @@ class Chaos:
         prefill = self.any_prefill_node().transfers.prefill
         in_use = {link for link, _ in prefill.sender.sendings}
         for link in [link for link in prefill.inbound_peers._peers if link not in in_use]:
-            prefill.inbound_peers._forget(link)
+            del prefill.inbound_peers._peers[link]
 
     # Progress
 
