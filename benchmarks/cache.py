@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.device import wait_for_device
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.plan.blocks import GroupBlocks
 
 Digests = NDArray[np.int64]
@@ -94,7 +94,7 @@ class BenchCache:
     def config(self) -> KVCacheConfig:
         """What a serving stack would say of this cache."""
         shape = self.shape
-        spec = FullAttentionSpec(shape.block_tokens, shape.heads, shape.head_size, torch.bfloat16)
+        spec = AttentionSpec(shape.block_tokens, shape.heads, shape.head_size, torch.bfloat16)
         return KVCacheConfig(shape.num_blocks, (KVCacheGroup(tuple(self.tensors), spec),))
 
     def table(self) -> RegionTable:

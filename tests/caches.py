@@ -12,7 +12,7 @@ import torch
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.retention import Window
 from kvconnect.cache.specs import (
-    FullAttentionSpec,
+    AttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     LayerSpec,
@@ -45,8 +45,8 @@ def spec_of(kind: str, tokens: int, heads: int, width: int, dtype: torch.dtype, 
         case "state":
             return StateSpec(tokens, ((width,),), (dtype,))
         case "window":
-            return FullAttentionSpec(tokens, heads, width, dtype, retention=Window(window))
-    return FullAttentionSpec(tokens, heads, width, dtype)
+            return AttentionSpec(tokens, heads, width, dtype, retention=Window(window))
+    return AttentionSpec(tokens, heads, width, dtype)
 
 
 def attention_layer(

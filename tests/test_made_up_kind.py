@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Retention, joined
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
 from kvconnect.offload.worker.offload_worker import OffloadWorker
@@ -71,8 +71,8 @@ class Side:
         self.config = KVCacheConfig(
             num_blocks,
             (
-                KVCacheGroup(("full",), FullAttentionSpec(*sizes)),
-                KVCacheGroup(("made_up",), FullAttentionSpec(*sizes, retention=FirstAndLast(sinks, last))),
+                KVCacheGroup(("full",), AttentionSpec(*sizes)),
+                KVCacheGroup(("made_up",), AttentionSpec(*sizes, retention=FirstAndLast(sinks, last))),
             ),
         )
         self.kernels = {0: kernel, 1: kernel}

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec, div_exact
 from kvconnect.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class _TensorView:
 
     def key_bytes(self, spec: LayerSpec) -> int | None:
         """Bytes of K in a row, if a row holds K and then V of one head and token; else None."""
-        if not isinstance(spec, FullAttentionSpec) or spec.head_size_v == 0:
+        if not isinstance(spec, AttentionSpec) or spec.head_size_v == 0:
             return None
         key, item = spec.head_size, spec.dtype.itemsize
         value = key if spec.head_size_v is None else spec.head_size_v

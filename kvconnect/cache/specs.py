@@ -72,8 +72,8 @@ class _PagedSpec:
 
 
 @dataclass(frozen=True)
-class FullAttentionSpec(_PagedSpec):
-    """Keys and values of each head in full, for the tokens that ``retention`` keeps.
+class AttentionSpec(_PagedSpec):
+    """Keys and values by head, of the tokens that ``retention`` keeps.
 
     ``num_kv_heads`` counts the heads of this rank, ``head_size`` and ``head_size_v``, by default the same,
     values per head. A backend with its own order of values in a block may need another ``stored_block_size``.
@@ -161,7 +161,7 @@ class EncoderOnlySpec:
     block_size: int
 
 
-LayerSpec = FullAttentionSpec | MLASpec | StateSpec
+LayerSpec = AttentionSpec | MLASpec | StateSpec
 
 
 GroupSpec = LayerSpec | EncoderOnlySpec

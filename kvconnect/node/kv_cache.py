@@ -13,7 +13,7 @@ import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import (
-    FullAttentionSpec,
+    AttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     StateSpec,
@@ -115,11 +115,11 @@ class NodeCache:
             return pages[:, : spec.content_bytes]
         axes = layer.axes.split()
         # Keys and values of a layer with heads lie in separate planes, or side by side.
-        has_heads = isinstance(spec, FullAttentionSpec)
+        has_heads = isinstance(spec, AttentionSpec)
         extent = {
             "plane": 2,
             "block": self.config.num_blocks * div_exact(spec.block_size, self.kernel_block_sizes[group]),
-            "head": spec.num_kv_heads if isinstance(spec, FullAttentionSpec) else 1,
+            "head": spec.num_kv_heads if isinstance(spec, AttentionSpec) else 1,
             "token": self.kernel_block_sizes[group],
             "content": spec.head_size * (2 if has_heads and "plane" not in axes else 1),
         }
@@ -143,6 +143,6 @@ def _pages(layer: CachedLayer, tensor: torch.Tensor) -> LayerPages:
         tensor = tensor.permute([axes.index(axis) for axis in ["plane", *order]])
         return AttentionPages(PagedRows(tensor[0]), PagedRows(tensor[1]))
     tensor = tensor.permute([axes.index(axis) for axis in order])
-    if not isinstance(spec, FullAttentionSpec):
+    if not isinstance(spec, AttentionSpec):
         return AttentionPages(PagedRows(tensor), None)
     return AttentionPages(PagedRows(tensor[..., : spec.head_size]), PagedRows(tensor[..., spec.head_size :]))

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from kvconnect.cache.retention import FULL, Window
-from kvconnect.cache.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec, div_ceil
+from kvconnect.cache.specs import AttentionSpec, LayerSpec, MLASpec, StateSpec, div_ceil
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import COMPUTE_DTYPE, Backend, RequestStates, StepContext
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
@@ -161,7 +161,7 @@ class GroupedAttention:
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
         """See ``Mixer``."""
         rule = FULL if self._window is None else Window(self._window)
-        spec = FullAttentionSpec(block_size, self._kv_heads, self._head_size, dtype, retention=rule)
+        spec = AttentionSpec(block_size, self._kv_heads, self._head_size, dtype, retention=rule)
         backend = GROUPED_BACKEND if self._window is None else SLIDING_BACKEND
         return CachedLayer(self.name, spec, self._axes, backend)
 

@@ -17,7 +17,7 @@ from kvconnect.cache.borrowed_memory import memory_at
 from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
-    FullAttentionSpec,
+    AttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     LayerSpec,
@@ -160,9 +160,7 @@ class _Maker:
             self._specs[group][name] = MLASpec(self._page, width, shape.dtype)
             self._tensors[name] = CacheTensor(tensor.view(-1, self._page, width), "block token content")
             return
-        self._specs[group][name] = FullAttentionSpec(
-            self._page, len(heads), width, shape.dtype, head_size_v=0
-        )
+        self._specs[group][name] = AttentionSpec(self._page, len(heads), width, shape.dtype, head_size_v=0)
         view = tensor.view(-1, self._page, len(heads), width)
         self._tensors[name] = CacheTensor(view, "block token head content")
         self._heads[name] = heads

@@ -25,7 +25,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.retention import FULL, Window
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
-    FullAttentionSpec,
+    AttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     LayerSpec,
@@ -190,7 +190,7 @@ def _tensor_of(kind: LayerKind, heads: int) -> tuple[LayerSpec, Sequence[int], s
     # A head's K and V of one token side by side.
     extent = {"block": blocks, "token": kernel, "head": heads, "content": 2 * kind.head_size}
     rule = Window(kind.sliding_window) if isinstance(kind, SlidingLayers) else FULL
-    spec = FullAttentionSpec(kind.block_size, heads, kind.head_size, dtype, retention=rule)
+    spec = AttentionSpec(kind.block_size, heads, kind.head_size, dtype, retention=rule)
     return spec, [extent[axis] for axis in axes.split()], axes, dtype
 
 

@@ -16,8 +16,8 @@ from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.retention import FULL, Chunked, Retention, Window
 from kvconnect.cache.shard import HeadInterval, Topology, layer_number, shard_heads
 from kvconnect.cache.specs import (
+    AttentionSpec,
     EncoderOnlySpec,
-    FullAttentionSpec,
     GroupSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -207,7 +207,7 @@ def worker_cache(
             tensors[name] = CacheTensor(tensor, _AXES)
             if quantised is not None:
                 scales[name] = quantised.scales
-            if owned is not None and isinstance(specs[name], FullAttentionSpec):
+            if owned is not None and isinstance(specs[name], AttentionSpec):
                 heads[name] = owned
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
                 bound.append(name)
@@ -318,9 +318,9 @@ def _retention(theirs: Any) -> Retention:
 
 def _rows_by_head(
     theirs: Any, heads: int, key: int, dtype: torch.dtype, value: int | None = None, rows: int | None = None
-) -> FullAttentionSpec:
+) -> AttentionSpec:
     """A spec with rows by head: one row for each token, or ``rows`` in a block."""
-    return FullAttentionSpec(int(theirs.block_size), heads, key, dtype, value, None, rows, _retention(theirs))
+    return AttentionSpec(int(theirs.block_size), heads, key, dtype, value, None, rows, _retention(theirs))
 
 
 def _spec(

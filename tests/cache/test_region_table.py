@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
 from kvconnect.errors import LayoutError
 from tests.caches import attention_layer, fill_random, overlaid_groups, single_group
 
 
 def test_layers_of_one_group_may_differ_in_page_size():
-    specs = {"mla": MLASpec(16, 96, torch.float16), "eagle": FullAttentionSpec(16, 8, 32, torch.float16)}
+    specs = {"mla": MLASpec(16, 96, torch.float16), "eagle": AttentionSpec(16, 8, 32, torch.float16)}
     tensors = {
         "mla": CacheTensor(torch.zeros(2, 16, 96, dtype=torch.float16), "block token content"),
         "eagle": CacheTensor(torch.zeros(2, 16, 8, 64, dtype=torch.float16), "block token head content"),
@@ -53,7 +53,7 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
     cache = attention_layer(layout, num_blocks, heads, tokens, content * 2, pad=pad)
     fill_random(cache, seed=1)
     planes = 2 if "plane" in layout else 1
-    spec = FullAttentionSpec(tokens, heads, content * planes, torch.float16)
+    spec = AttentionSpec(tokens, heads, content * planes, torch.float16)
     try:
         table = single_group(spec, num_blocks, layer=cache)
     except LayoutError as refused:
@@ -76,14 +76,14 @@ def test_the_pages_of_a_layer_are_exactly_its_bytes(layout, num_blocks, heads, t
 
 def test_heads_outermost_become_one_region_each():
     cache = attention_layer("head block token", 4, 2, 16, 8)
-    table = single_group(FullAttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
+    table = single_group(AttentionSpec(16, 2, 4, torch.float16), 4, layer=cache)
     assert [region.heads for region in table.regions] == [HeadInterval(0, 1), HeadInterval(1, 2)]
 
 
 def test_planes_apart_become_two_regions_and_planes_inside_one():
     apart = attention_layer("plane block token head", 4, 2, 16, 8)
     inside = attention_layer("block plane token head", 4, 2, 16, 8)
-    spec = FullAttentionSpec(16, 2, 8, torch.float16)
+    spec = AttentionSpec(16, 2, 8, torch.float16)
     assert [r.first_plane for r in single_group(spec, 4, layer=apart).regions] == [0, 1]
     (region,) = single_group(spec, 4, layer=inside).regions
     assert region.axes.planes == 2
@@ -92,7 +92,7 @@ def test_planes_apart_become_two_regions_and_planes_inside_one():
 def test_layers_packed_inside_a_block_are_kept_apart():
     storage = torch.zeros(8, 3, 16, 2, 4, dtype=torch.float16)
     tensors = {f"l{i}": CacheTensor(storage[:, i], "block token head content") for i in range(3)}
-    table = single_group(FullAttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
+    table = single_group(AttentionSpec(16, 2, 2, torch.float16), 8, **tensors)
     assert {region.block_stride for region in table.regions} == {storage[0].nbytes}
 
 
@@ -102,8 +102,8 @@ def overlay(second_offset=0):
     view = storage[: 8 * 256].view(8, 16, 2, 8)
     other = storage[second_offset:].as_strided((8, 16, 2, 8), (256, 16, 8, 1))
     specs = (
-        FullAttentionSpec(16, 2, 4, torch.float16, retention=Window(32)),
-        FullAttentionSpec(16, 2, 4, torch.float16),
+        AttentionSpec(16, 2, 4, torch.float16, retention=Window(32)),
+        AttentionSpec(16, 2, 4, torch.float16),
     )
     config = KVCacheConfig(8, (KVCacheGroup(("sliding",), specs[0]), KVCacheGroup(("full",), specs[1])))
     return RegionTable.build(
@@ -130,7 +130,7 @@ def test_state_pages_may_be_padded_and_overlay_attention():
         4,
         (
             KVCacheGroup(("state",), StateSpec(64, ((400,),), (torch.int8,), page_size_padded=512)),
-            KVCacheGroup(("full",), FullAttentionSpec(16, 2, 4, torch.float16)),
+            KVCacheGroup(("full",), AttentionSpec(16, 2, 4, torch.float16)),
         ),
     )
     table = RegionTable.build(
@@ -148,7 +148,7 @@ def test_state_pages_may_be_padded_and_overlay_attention():
 
 def test_kernel_blocks_inside_logical_blocks():
     cache = attention_layer("block token head", 8, 2, 64, 8)
-    config = KVCacheConfig(4, (KVCacheGroup(("layer",), FullAttentionSpec(128, 2, 4, torch.float16)),))
+    config = KVCacheConfig(4, (KVCacheGroup(("layer",), AttentionSpec(128, 2, 4, torch.float16)),))
     table = RegionTable.build(config, {0: 64}, {"layer": cache})
     assert table.regions[0].num_blocks == 8
     assert table.groups[0].blocks_per_kv_block == 2
@@ -161,7 +161,7 @@ def refuse(match, spec, cache, num_blocks=4, kernel=None):
 
 
 def test_refusals_name_the_layer_and_both_values():
-    spec = FullAttentionSpec(16, 2, 4, torch.float16)
+    spec = AttentionSpec(16, 2, 4, torch.float16)
     good = torch.zeros(4, 16, 2, 8, dtype=torch.float16)
     refuse(
         "'layer'.*block axis has 4 blocks.*gives 5", spec, CacheTensor(good, "block token head content"), 5
@@ -170,7 +170,7 @@ def test_refusals_name_the_layer_and_both_values():
     refuse("'layer'.*must name a block", spec, CacheTensor(good, "plane token head content"))
     refuse(
         "'layer'.*hold 512 bytes.*has 1024",
-        FullAttentionSpec(16, 4, 4, torch.float16),
+        AttentionSpec(16, 4, 4, torch.float16),
         CacheTensor(good, "block token head content"),
     )
     refuse("'layer'.*content axis", spec, CacheTensor(good.transpose(2, 3), "block token head content"))
@@ -180,7 +180,7 @@ def test_refusals_name_the_layer_and_both_values():
 
 def test_padded_pages_are_not_split_into_kernel_blocks():
     padded = attention_layer("block token head", 8, 2, 64, 8, pad=8)
-    refuse("cannot be split into 2", FullAttentionSpec(128, 2, 4, torch.float16), padded, kernel=64)
+    refuse("cannot be split into 2", AttentionSpec(128, 2, 4, torch.float16), padded, kernel=64)
 
 
 PLACES = st.tuples(st.integers(0, 2), st.integers(0, 40), st.sampled_from([8, 12, 16]), st.integers(1, 8))

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvconnect.cache.retention import FULL, Chunked, Draft, Full, Retention, State, Window, joined, parse
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheGroup
 from kvconnect.errors import LayoutError
 
 LONGEST = 60
@@ -158,8 +158,8 @@ def test_a_text_that_is_no_rule_is_refused(text):
 
 def test_layers_that_share_blocks_must_see_the_same():
     specs = {
-        "a": FullAttentionSpec(16, 1, 8, torch.float16),
-        "b": FullAttentionSpec(16, 1, 8, torch.float16, retention=Window(8)),
+        "a": AttentionSpec(16, 1, 8, torch.float16),
+        "b": AttentionSpec(16, 1, 8, torch.float16, retention=Window(8)),
     }
     with pytest.raises(LayoutError, match="see different tokens: Full in blocks of 16, Window 8 in"):
         KVCacheGroup.of(specs)

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.decode.decode_requests import EarlyLoads
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.transfer.orders import Await, LetGo, Results
 from kvconnect.transfer.stack import LongestRequest
 from tests.halves.test_scheduler_half import Request, connector
 
-FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))
-WINDOW = KVCacheGroup(("w",), FullAttentionSpec(4, 1, 4, torch.float16, retention=Window(8)))
+FULL = KVCacheGroup(("f",), AttentionSpec(4, 1, 4, torch.float16))
+WINDOW = KVCacheGroup(("w",), AttentionSpec(4, 1, 4, torch.float16, retention=Window(8)))
 STATE = KVCacheGroup(("s",), StateSpec(4, ((4,),), (torch.float16,)))
 
 LONGEST = LongestRequest(24, 24)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheGroup
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
 from kvconnect.peer.channel import LinkLost
@@ -29,7 +29,7 @@ class Queue:
         self.pair = Pair(extra)
         self.renewed_at: list[float] = []
         self.pair.network.taps.append(self._note)
-        group = KVCacheGroup(("layer0",), FullAttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16))
+        group = KVCacheGroup(("layer0",), AttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16))
         self.half = connector("kv_consumer", (group,), num_blocks=50)
 
     def _note(self, message: Message) -> tuple[Message]:

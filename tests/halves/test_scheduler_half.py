@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnect.addresses import RankAddress
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.config import Limits, parse_kv_transfer_config
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.halves.building import Trust, build_scheduler_half
@@ -24,9 +24,9 @@ from kvconnect.transfer.orders import Orders, Results
 from kvconnect.transfer.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 from kvconnect.transfer.stack import Computed, StackTraits, Step
 
-ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
+ATTENTION = KVCacheGroup(("a",), AttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
-WINDOW = KVCacheGroup(("w",), FullAttentionSpec(16, 2, 8, torch.float16, retention=Window(20)))
+WINDOW = KVCacheGroup(("w",), AttentionSpec(16, 2, 8, torch.float16, retention=Window(20)))
 HANDLES = Handles(b"what this cluster signs with")
 HELD = {"do_remote_decode": True}
 

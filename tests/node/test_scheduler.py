@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.node.wide_model  # noqa: F401
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LocalError
 from kvconnect.node.block_manager import BlockManager, BlockPool, RequestBlocks
 from kvconnect.node.node_options import NodeOptions
@@ -307,7 +307,7 @@ def test_a_chunk_ends_at_the_next_checkpoint_where_there_are_states(name, ends):
 
 
 def config(*sizes: int, states: int = 0) -> KVCacheConfig:
-    groups = [KVCacheGroup((f"a{size}",), FullAttentionSpec(size, 1, 8, torch.bfloat16)) for size in sizes]
+    groups = [KVCacheGroup((f"a{size}",), AttentionSpec(size, 1, 8, torch.bfloat16)) for size in sizes]
     state = StateSpec(512, ((4,),), (torch.float32,))
     return KVCacheConfig(8, (*groups, *(KVCacheGroup((f"s{index}",), state) for index in range(states))))
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from kvconnect.cache.retention import FULL, Chunked, Retention, Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.halves.scheduler_half import SchedulerHalf
 from kvconnect.node.block_manager import BlockManager, BlockPool, CacheHit, RequestBlocks
@@ -310,7 +310,7 @@ class Kind:
     chunk: int | None = None
 
     def spec(self) -> KVCacheGroup:
-        spec = FullAttentionSpec(self.tokens, 1, 1, torch.int8, retention=self.rule)
+        spec = AttentionSpec(self.tokens, 1, 1, torch.int8, retention=self.rule)
         if self.is_state:
             spec = StateSpec(CAP, ((1,),), (torch.int8,))
         return KVCacheGroup((f"{id(self)}",), spec)

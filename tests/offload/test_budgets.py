@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheGroup, StateSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.index.budgets import aligned_row_bytes, plan_arena, plan_for, usual_shares
 
-FULL = KVCacheGroup(("full",), FullAttentionSpec(16, 1, 8, torch.bfloat16))
-WINDOW = KVCacheGroup(("window",), FullAttentionSpec(16, 1, 8, torch.bfloat16, retention=Window(128)))
+FULL = KVCacheGroup(("full",), AttentionSpec(16, 1, 8, torch.bfloat16))
+WINDOW = KVCacheGroup(("window",), AttentionSpec(16, 1, 8, torch.bfloat16, retention=Window(128)))
 STATE = KVCacheGroup(("state",), StateSpec(4096, ((4, 4),), (torch.float32,)))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.offload.copies.copier import Direction, Ring, StagedCopier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout, RowParts
 from kvconnect.pack.launcher import Launcher
@@ -251,7 +251,7 @@ def test_groups_that_lie_over_each_other_have_rows_of_their_own():
         "state": CacheTensor(raw.view(torch.float16).view(NUM_BLOCKS, 256)[:, :100], "block content"),
     }
     groups = (
-        KVCacheGroup(("attention",), FullAttentionSpec(4, 4, 8, torch.float16)),
+        KVCacheGroup(("attention",), AttentionSpec(4, 4, 8, torch.float16)),
         KVCacheGroup(("state",), StateSpec(64, ((100,),), (torch.float16,))),
     )
     table = RegionTable.build(KVCacheConfig(NUM_BLOCKS, groups), {0: 4, 1: 64}, tensors)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, PageAxes, Region, RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
 from kvconnect.errors import LocalError
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 
 SPECS = {
-    "full": FullAttentionSpec(
+    "full": AttentionSpec(
         16, 2, 8, torch.bfloat16, head_size_v=4, page_size_padded=1024, stored_block_size=8
     ),
-    "window": FullAttentionSpec(16, 2, 8, torch.float16, retention=Window(64)),
+    "window": AttentionSpec(16, 2, 8, torch.float16, retention=Window(64)),
     "latent": MLASpec(16, 8, torch.bfloat16, stored_block_size=4, retention=Window(32)),
     "state": StateSpec(16, ((3, 4), (2, 2)), (torch.bfloat16, torch.float32), page_size_padded=4096),
 }
@@ -33,7 +33,7 @@ def a_config(**changed):
 
 
 def a_table(num_blocks=10, order="block token head content"):
-    spec = FullAttentionSpec(16, 2, 8, torch.bfloat16)
+    spec = AttentionSpec(16, 2, 8, torch.bfloat16)
     config = KVCacheConfig(num_blocks, (KVCacheGroup(("layer",), spec),))
     sizes = {"block": num_blocks, "token": 16, "head": 2, "content": 16}
     tensor = torch.zeros([sizes[axis] for axis in order.split()], dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
 from kvconnect.offload.copies.copier import Ring
 from kvconnect.offload.copies.rows import RowArena, RowLayout, RowParts, row_table
@@ -115,7 +115,7 @@ def test_layers_side_by_side_in_one_block_are_one_lane():
         name: CacheTensor(raw[:, index].view(torch.float16).view(6, 4, 4, 16), "block token head content")
         for index, name in enumerate(names)
     }
-    config = KVCacheConfig(6, (KVCacheGroup(names, FullAttentionSpec(4, 4, 8, torch.float16)),))
+    config = KVCacheConfig(6, (KVCacheGroup(names, AttentionSpec(4, 4, 8, torch.float16)),))
     layout = RowLayout.build(RegionTable.build(config, {0: 4}, tensors))
     assert [(lane.length, lane.stride, lane.offset) for lane in layout.lanes[0]] == [(1024, 1024, 0)]
     (alike,) = layout.lanes_of(0, 0, 0, 1024)
@@ -123,7 +123,7 @@ def test_layers_side_by_side_in_one_block_are_one_lane():
 
 
 def test_a_group_without_layers_here_has_rows_without_content():
-    spec = FullAttentionSpec(4, 1, 8, torch.float16)
+    spec = AttentionSpec(4, 1, 8, torch.float16)
     config = KVCacheConfig(
         6,
         (KVCacheGroup(("a",), spec), KVCacheGroup(("elsewhere",), StateSpec(64, ((3,),), (torch.float32,)))),

@@ -9,7 +9,7 @@ import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.worker.offload_worker import OffloadWorker
 from kvconnect.transfer.orders import OffloadOrders, RowCopies
@@ -28,8 +28,8 @@ CPU_BYTES = 64 << 10
 def caches():
     """Three groups: two layers of K and V, a window with padded pages, a latent cache with split blocks."""
     groups = (
-        KVCacheGroup(("a.0", "a.1"), FullAttentionSpec(4, 2, 8, torch.float16)),
-        KVCacheGroup(("w.0",), FullAttentionSpec(8, 1, 24, torch.float16, retention=Window(16))),
+        KVCacheGroup(("a.0", "a.1"), AttentionSpec(4, 2, 8, torch.float16)),
+        KVCacheGroup(("w.0",), AttentionSpec(8, 1, 24, torch.float16, retention=Window(16))),
         KVCacheGroup(("m.0",), MLASpec(8, 24, torch.float16)),
     )
     tensors = {

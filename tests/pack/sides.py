@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.retention import FULL, Window
 from kvconnect.cache.shard import HeadInterval, shard_heads
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec, StateSpec
 from kvconnect.errors import LayoutError
 from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.packer import Packer
@@ -200,7 +200,7 @@ def layer_spec(layer: Layer, model: Model, block_tokens: int, heads: int):
     if layer.has_heads:
         rule = Window(model.window) if layer.kind == "window" else FULL
         sizes = block_tokens, heads, layer.width, layer.dtype, layer.value_width
-        return FullAttentionSpec(*sizes, retention=rule)
+        return AttentionSpec(*sizes, retention=rule)
     if layer.kind == "mla":
         return MLASpec(
             block_tokens, layer.width, layer.dtype, stored_block_size=block_tokens // layer.row_tokens

@@ -11,7 +11,7 @@ import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, MLASpec
 from kvconnect.errors import LayoutError
 from kvconnect.peer.agreement import table_refusal
 from kvconnect.plan.wire import Conversion, Wire, align_wire
@@ -176,7 +176,7 @@ def table(spec, tensor, axes, scales):
 
 
 def test_a_table_says_scales_and_where_k_ends():
-    spec = FullAttentionSpec(4, 2, 8, FP8, head_size_v=5)
+    spec = AttentionSpec(4, 2, 8, FP8, head_size_v=5)
     made = table(spec, torch.zeros(2, 2, 4, 13, dtype=FP8), "block head token content", {"a": (0.5, 2)})
     assert [(region.scales, region.key_bytes) for region in made.regions] == [((0.5, 2), 8)]
     apart = torch.zeros(2, 2, 4, 2, 8, dtype=FP8)
@@ -188,7 +188,7 @@ def test_a_table_says_scales_and_where_k_ends():
 
 
 def test_scales_of_wide_values_mean_nothing():
-    spec = FullAttentionSpec(4, 2, 8, BFLOAT16)
+    spec = AttentionSpec(4, 2, 8, BFLOAT16)
     made = table(spec, torch.zeros(2, 2, 4, 16, dtype=BFLOAT16), "block head token content", {"a": (0.5, 2)})
     assert made.regions[0].scales == (1.0, 1.0)
 
@@ -197,8 +197,8 @@ def test_scales_of_wide_values_mean_nothing():
     ("spec", "shape", "axes"),
     [
         (MLASpec(4, 16, FP8), (2, 4, 16), "block token content"),
-        (FullAttentionSpec(4, 2, 16, FP8, head_size_v=0), (2, 2, 4, 16), "block head token content"),
-        (FullAttentionSpec(4, 2, 8, FP8), (2, 128), "block content"),
+        (AttentionSpec(4, 2, 16, FP8, head_size_v=0), (2, 2, 4, 16), "block head token content"),
+        (AttentionSpec(4, 2, 8, FP8), (2, 128), "block content"),
     ],
 )
 def test_two_scales_need_rows_that_say_where_k_ends(spec, shape, axes):
@@ -209,6 +209,6 @@ def test_two_scales_need_rows_that_say_where_k_ends(spec, shape, axes):
 
 
 def test_scales_of_a_layer_that_no_group_has_are_a_mistake():
-    spec = FullAttentionSpec(4, 2, 8, FP8)
+    spec = AttentionSpec(4, 2, 8, FP8)
     with pytest.raises(LayoutError, match="no cache group has layer 'b'"):
         table(spec, torch.zeros(2, 2, 4, 16, dtype=FP8), "block head token content", {"b": (1.0, 1.0)})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
@@ -98,7 +98,7 @@ def test_slots_shrink_and_peers_are_told_their_size(monkeypatch, caplog, spare, 
     reserved = []
     monkeypatch.setattr(local, "spare_bytes", lambda device, some: reserved.append(some) or spare)
     engine, memory = Recording("127.0.0.1"), torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
-    spec = FullAttentionSpec(16, 2, 8, torch.float16)
+    spec = AttentionSpec(16, 2, 8, torch.float16)
     tensors = {"a": CacheTensor(memory, "block plane token head content")}
     cache = RankCache(KVCacheConfig(8, (KVCacheGroup(("a",), spec),)), {0: 16}, tensors)
     sent = SentCache(cache, CacheMeaning(named(), None, 1))

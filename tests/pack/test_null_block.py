@@ -10,14 +10,14 @@ import ctypes, mmap
 import msgspec, numpy as np, torch
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
 def table_of(dtype):
-    spec = FullAttentionSpec(4, 1, 8, dtype, retention=Window(4))
+    spec = AttentionSpec(4, 1, 8, dtype, retention=Window(4))
     tensor = CacheTensor(torch.ones(8, 4, 1, 16, dtype=dtype), "block token head content")
     config = KVCacheConfig(8, (KVCacheGroup(("a",), spec),))
     return tensor, RegionTable.build(config, {0: 4}, {"a": tensor})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import LayoutError
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.plan.chunks import Chunker, RequestCutter, TokenSpan
@@ -94,7 +94,7 @@ def rows_by_hand(stream, target, blocks):
 def sliding_side(kernel):
     """Blocks of 4 tokens, each of which sees the 8 tokens up to itself."""
     config = KVCacheConfig(
-        20, (KVCacheGroup(("l",), FullAttentionSpec(4, 1, 4, torch.float16, retention=Window(8))),)
+        20, (KVCacheGroup(("l",), AttentionSpec(4, 1, 4, torch.float16, retention=Window(8))),)
     )
     cache = attention_layer("block token head", 80 // kernel, 1, kernel, 8)
     fill_random(cache, kernel)

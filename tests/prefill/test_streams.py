@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheGroup
 from kvconnect.plan.blocks import GroupBlocks
 from kvconnect.transfer.orders import Progress
 from kvconnect.transfer.params import TRANSFER_KEY
@@ -17,7 +17,7 @@ from kvconnect.transfer.stack import Computed, Step
 from tests.halves.test_scheduler_half import ATTENTION, STATE, Request, connector
 from tests.halves.test_transfer_ids import ON_P, finish, idle
 
-SMALL = KVCacheGroup(("b",), FullAttentionSpec(8, 2, 8, torch.float16))
+SMALL = KVCacheGroup(("b",), AttentionSpec(8, 2, 8, torch.float16))
 HANDLE = "transfer:t-1"
 
 

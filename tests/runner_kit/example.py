@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.runner_kit.block_table import BlockTables
 from kvconnect.runner_kit.kernel_blocks import GraphSupport, init_attention
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
@@ -23,7 +23,7 @@ class Backend:
 
 def main() -> None:
     # 100 logical blocks of 128 tokens, two layers of 4 heads x 64; kernels that take pages of 64 tokens.
-    spec = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    spec = AttentionSpec(block_size=128, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
     config = KVCacheConfig(100, (KVCacheGroup(("layer0", "layer1"), spec),))
 
     # Backends first, then one kernel block size, then builders, tables, cache: nothing can disagree.

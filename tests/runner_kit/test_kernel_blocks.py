@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import (
+    AttentionSpec,
     EncoderOnlySpec,
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     MLASpec,
@@ -44,7 +44,7 @@ class Backend:
         return (self.name, kernel_block_size)
 
 
-SPECS = {"mla": MLASpec(128, 64, torch.bfloat16), "draft": FullAttentionSpec(128, 2, 16, torch.bfloat16)}
+SPECS = {"mla": MLASpec(128, 64, torch.bfloat16), "draft": AttentionSpec(128, 2, 16, torch.bfloat16)}
 MIXED = KVCacheGroup.of(SPECS)
 STATE = KVCacheGroup(("state",), StateSpec(4096, ((4,),), (torch.float32,)))
 
@@ -84,7 +84,7 @@ def test_builders_are_made_once_with_the_size_that_all_backends_of_the_group_tak
     mla = Backend("mla", (64,), GraphSupport.UNIFORM_DECODE)
     draft, shared = Backend("draft", (MultipleOf(16),)), Backend("shared", (MultipleOf(16),))
     encoder = KVCacheGroup(("enc",), EncoderOnlySpec(16))
-    alike = KVCacheGroup(("a", "b"), FullAttentionSpec(32, 1, 8, torch.float16))
+    alike = KVCacheGroup(("a", "b"), AttentionSpec(32, 1, 8, torch.float16))
     config = KVCacheConfig(8, (MIXED, STATE, encoder, alike))
     setup = init_attention(config, {"mla": mla, "draft": draft, "a": shared, "b": shared})
     assert setup.kernel_block_sizes == {0: 64, 1: 4096, 3: 32}
@@ -128,7 +128,7 @@ def test_stored_rows_split_whole_or_not_at_all(rows, kernel, factor):
 
 def test_what_forbids_a_split_is_said():
     few_rows = MLASpec(256, 8, torch.float16, stored_block_size=2)
-    padded = FullAttentionSpec(128, 1, 8, torch.float16, page_size_padded=8192)
+    padded = AttentionSpec(128, 1, 8, torch.float16, page_size_padded=8192)
     for spec, why in ((few_rows, "2 stored rows per 256 tokens"), (padded, "padded to 8192")):
         with pytest.raises(LayoutError, match=why):
             select_common_block_size(spec.block_size, [Backend("flash", (64,))], [spec])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import (
-    FullAttentionSpec,
+    AttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     MLASpec,
@@ -65,7 +65,7 @@ def caches(draw):
         cache = attention_layer(layout, num_blocks * ratio, heads, kernel, content, dtype, pad=pad)
         fill_random(cache, index + 1)
         planes = 2 if "plane" in layout else 1
-        spec = FullAttentionSpec(kernel * ratio, heads, content * planes // 2, dtype)
+        spec = AttentionSpec(kernel * ratio, heads, content * planes // 2, dtype)
         layers.append((f"layer{index}", cache, spec))
     ids = draw(st.lists(st.integers(0, num_blocks - 1), max_size=8))
     skipped = draw(st.booleans())
@@ -109,7 +109,7 @@ def overlaid(num_blocks=5, order=("state", "narrow", "wide")):
         (
             KVCacheGroup(("state",), StateSpec(64, ((500,),), (torch.int8,), page_size_padded=512)),
             KVCacheGroup(("narrow",), MLASpec(16, 4, torch.float16, page_size_padded=512)),
-            KVCacheGroup(("wide",), FullAttentionSpec(16, 2, 4, torch.float16)),
+            KVCacheGroup(("wide",), AttentionSpec(16, 2, 4, torch.float16)),
         ),
     )
     tensors = {

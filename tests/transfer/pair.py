@@ -17,7 +17,7 @@ from msgspec import structs
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import shard_heads
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.engine.base import Span
 from kvconnect.halves.worker_transfers import WorkerTransfers
@@ -115,7 +115,7 @@ class PlainCache:
         tensors = {
             f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
         }
-        spec = FullAttentionSpec(BLOCK_TOKENS, len(heads), 4, torch.float16)
+        spec = AttentionSpec(BLOCK_TOKENS, len(heads), 4, torch.float16)
         config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
         by_layer = dict.fromkeys(tensors, heads)
         self.described = RankCache(config, {0: BLOCK_TOKENS}, tensors, by_layer)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval, shard_heads
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.cache.specs import AttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError, PeerError
@@ -83,7 +83,7 @@ def test_the_largest_piece_is_what_equal_pages_and_states_need(data):
 
 def large_pages(page_bytes):
     """What a table of one layer is built from, whose pages have so many bytes."""
-    spec = FullAttentionSpec(4, 1, page_bytes // 16, torch.float16)
+    spec = AttentionSpec(4, 1, page_bytes // 16, torch.float16)
     memory = torch.zeros(2, 4, 1, page_bytes // 8, dtype=torch.float16)
     tensors = {"large": CacheTensor(memory, "block token head content")}
     return (
