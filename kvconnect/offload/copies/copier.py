@@ -331,11 +331,16 @@ def make_copier(
     return StagedCopier(parts, cuda, storing, restoring, keep=storage)
 
 
+def fitted_staging(wanted_bytes: int, spare: int | None) -> int:
+    """``wanted_bytes``, cut to ``spare`` bytes (None: unknown) but not below ``_LEAST_STAGING_BYTES``."""
+    return wanted_bytes if spare is None else min(wanted_bytes, max(spare, _LEAST_STAGING_BYTES))
+
+
 def _suited_bytes(device: torch.device, reserved_bytes: int) -> int:
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     wanted_bytes = min(_MOST_STAGING_BYTES, total_bytes // _PART_OF_MEMORY)
     spare = spare_bytes(device, reserved_bytes)
-    fitted_bytes = wanted_bytes if spare is None else min(wanted_bytes, max(spare, _LEAST_STAGING_BYTES))
+    fitted_bytes = fitted_staging(wanted_bytes, spare)
     if fitted_bytes < wanted_bytes:
         logger.warning(
             "offload: %d bytes of staging memory do not fit into the %d bytes that are spare on %s, beside "

@@ -191,10 +191,11 @@ class StoreLink:
         why = ""
         try:
             process = self._start()
-        except Exception as error:
+        except KVConnectError as error:
             why = str(error)
-            if not isinstance(error, KVConnectError):
-                logger.error("internal error in the start of the store's process", exc_info=error)
+        except Exception as error:
+            logger.error("internal error in the start of the store's process", exc_info=error)
+            why = f"{type(error).__name__}: {error}"
         with self.changed:
             self.process, self._has_started = process, True
             self.changed.notify_all()
