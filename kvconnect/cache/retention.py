@@ -1,7 +1,7 @@
 """Retention: which earlier tokens a token sees, and hence which blocks a cache group must keep.
 
-The only place with window arithmetic: plan, streaming, offload and block managers call this module. A new
-kind of attention is a subclass of ``Retention`` with one method.
+The only place that computes which blocks a window keeps: plan, streaming, offload and block managers call it.
+A new kind of attention is a subclass of ``Retention`` with one method.
 
 Positions count from 0. With ``num_tokens`` computed, the next token to compute is at position ``num_tokens``.
 Tokens that it sees are kept. A token that it does not see is seen by no later token either; vLLM frees blocks

@@ -109,7 +109,10 @@ class Engine(Protocol):
         ...
 
     def card(self) -> bytes:
-        """The opaque bytes by which a peer's engine reaches the memory that is registered now."""
+        """The bytes by which a peer's engine reaches the memory that is registered now.
+
+        ``adapter.card_host`` reads the address in it, if it makes the peer connect to one.
+        """
         ...
 
     def connect(self, peer: str, card: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The only place that makes the two halves, from a configuration and the traits that a stack states.
+"""The only place that makes the parts of the two halves, from a configuration and a stack's traits.
 
 A stack states its caches, its requests and what its KV depends on; it makes no part itself.
 """

@@ -29,8 +29,8 @@ class LossRule:
     """The consequences of a loss for the leases and fetches of the lost rank.
 
     Attributes:
-        is_out_of_reach: the breaker opens, and awaited leases are void. Both also follow if D never
-            completed a greeting with the peer.
+        is_out_of_reach: the breaker opens, and awaited handles that are to be reported fail. Both also follow
+            if D never completed a greeting with the peer.
         asks_again: D repeats a fetch that the peer had not answered, some times, and then fails it; the peer
             writes nothing for it in between. False: the fetch fails, and its slots may still be written.
         writes_end_s: seconds after the loss by which the peer's writes have surely ended; None: unknown.

@@ -150,8 +150,8 @@ class Session:
             case Refused() as refused:
                 self.state = SessionState.ENDED
                 # A refusal of a repeated greeting leaves earlier fetches running; their writes may go on.
-                is_of_greeting = self.peer is not None and self._unanswered_greetings > 0
-                loss = PeerLoss.UNUSABLE if is_of_greeting else PeerLoss.TOLD_TO_STOP
+                is_repeated = self.peer is not None and self._unanswered_greetings > 0
+                loss = PeerLoss.UNUSABLE if is_repeated else PeerLoss.TOLD_TO_STOP
                 return [Ended(refused.reason.after("the prefill node refused: "), loss)]
             case Bad(reason=reason):
                 if self.state is SessionState.GREETED:

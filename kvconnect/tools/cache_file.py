@@ -47,7 +47,8 @@ _NUM_BLOCKS = 2
 _AXES = {"nhd": "block token head content", "hnd": "block head token content"}
 
 _LAYER_TYPES = {"full_attention": "gqa", "sliding_attention": "sliding"}
-"""By value of ``layer_types``. Recurrent layers are missing: each model states their size in its own way."""
+"""By value of ``layer_types``. Recurrent and chunked layers are missing: each model states their size in its
+own way."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]

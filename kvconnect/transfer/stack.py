@@ -17,9 +17,12 @@ and per step, in this sequence:
                 after_zeroing      once the kernels that zero the step's blocks are launched
                 results            with every step, and whenever ``on_results`` wakes the stack
 
+``SchedulerHalf`` has further hooks for stacks that keep KV in tiers or sleep: ``checkpoints``,
+``overwritten``, ``reset``, ``pause``, ``take_events``, ``pending``, ``due``.
+
 Blocks are named by cache group and position. A block id has a meaning only within its group: groups may share
 a pool, or have pools of their own. A stack with a scheduler in every rank makes a scheduler half in each,
-with its own engine id. No hook waits, except ``drain``.
+with its own engine id. No hook waits, except a worker's ``drain``.
 
 A stack whose requests have one name on both nodes, and whose ranks each schedule them alike, needs no
 scheduler half: every rank writes the orders of its requests itself (``OrdersDraft``), numbered by when it

@@ -292,6 +292,7 @@ def test_what_a_peer_writes_cannot_steer_the_terminal(capsys):
         ("here", ("--peer is 'here'; accepted: HOST:PORT",)),
         ("http://127.0.0.1:9", ("does not show the metrics",)),
     ],
+    ids=["closed", "no address", "HTTP"],
 )
 def test_a_peer_that_cannot_be_asked_is_a_failure_beside_all_others(given, names):
     said = asked(configured("kv_consumer", engine="memory", insecure=True), given)
