@@ -197,7 +197,10 @@ class TransferWorker(WorkerTransfers):
 
     def _inspect(self, argument: str) -> bytes:
         """On the transfer thread."""
-        return write_inspection(self, self._metrics.timeline, super().state(), self._tiers(), argument)
+        counts = super().state()
+        # Its name in the releases before, whose ``kvconnect inspect`` adds it to the leases.
+        counts["streaming_prefills"] = counts.get("expected", 0)
+        return write_inspection(self, self._metrics.timeline, counts, self._tiers(), argument)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no further lease, and wait until all held requests were fetched or given up.

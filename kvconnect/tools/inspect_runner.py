@@ -100,8 +100,10 @@ def look(
         about = f"{OF_REQUEST}{request}" if request else str(seen)
         pages.append(ask(extra, keyring, address, TOPIC, Inspection, about).value)
     # An entry at the end of a page may move to the next page between two reads.
-    leases = {(one["digest"], one["request_id"]): one for page in pages for one in page.leases}
-    loads = {one["request_id"]: one for page in pages for one in page.loads}
+    leases = {
+        (str(one.get("digest")), str(one.get("request_id"))): one for page in pages for one in page.leases
+    }
+    loads = {str(one.get("request_id")): one for page in pages for one in page.loads}
     return described, msgspec.structs.replace(
         pages[-1], leases=tuple(leases.values()), loads=tuple(loads.values())
     )
@@ -112,7 +114,8 @@ def as_json(address: str, described: Description, found: Inspection) -> str:
     worker = {**msgspec.structs.asdict(described), "address": address}
     # `doctor` shows whether two caches match.
     del worker["introduced"]
-    return msgspec.json.encode({"worker": worker, "holds": found}).decode()
+    # A row of another worker may have what JSON has not.
+    return msgspec.json.encode({"worker": worker, "holds": found}, enc_hook=str).decode()
 
 
 def run_trace(given: Sequence[str], extra: ExtraConfig, *, last: int, out: Path) -> int:

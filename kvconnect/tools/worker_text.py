@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import Inspection, Row
@@ -11,7 +12,7 @@ from kvconnect.tools.showing import duration, paragraph, size
 
 _MOST_ROWS = 10
 _IN_NAMES = {"digest", "request_id", "direction", "engine_id", "address", "met"}
-_SHOWN = ("leases", "loads", "slots", "peers", "inbound_peers")
+_SHOWN = ("leases", "expected", "streaming_prefills", "loads", "slots", "peers", "inbound_peers")
 
 
 def text_of(address: str, described: Description, found: Inspection) -> Iterator[str]:
@@ -28,16 +29,19 @@ def text_of(address: str, described: Description, found: Inspection) -> Iterator
     }
     yield from (paragraph(f"{what:<9}", text, 9) for what, text in head.items() if text)
     leases = ((_request(one), one) for one in found.leases)
-    yield from _section("leases", leases, counts["leases"] + counts["expected"])
+    # Of the prefills that former releases expect, those without progress are no rows.
+    prefills = counts.get("streaming_prefills", 0)
+    yield from _section("leases", leases, counts.get("leases", 0) + prefills)
     loads = (
-        (f"{_request(one)} from {one['engine_id'] or 'any engine'} at {one['address']}", one)
+        (f"{_request(one)} from {_text(one, 'engine_id') or 'any engine'} at {_text(one, 'address')}", one)
         for one in found.loads
     )
-    yield from _section("loads in flight", loads, counts["loads"])
-    yield from _section("slots", ((one["direction"], one) for one in found.slots))
+    yield from _section("loads in flight", loads, counts.get("loads", 0))
+    yield from _section("slots", ((_text(one, "direction"), one) for one in found.slots))
     peers = (
         (
-            f"KV {one['direction']}: {one['engine_id']} at {one['address']}, {one['met'] or 'not connected'}",
+            f"KV {_text(one, 'direction')}: {_text(one, 'engine_id')} at {_text(one, 'address')}, "
+            f"{_text(one, 'met') or 'not connected'}",
             one,
         )
         for one in found.peers
@@ -46,13 +50,20 @@ def text_of(address: str, described: Description, found: Inspection) -> Iterator
     yield from _section("loads that ended", ((str(outcome), {}) for outcome in found.ended))
     for receipt in found.receipts:
         yield "\nreceipt"
-        yield from (paragraph("  ", line, 4) for line in json.dumps(receipt, indent=1).splitlines())
+        # Another release may have written what JSON has not: it is told as text.
+        text = msgspec.json.format(msgspec.json.encode(receipt, enc_hook=str), indent=1).decode()
+        yield from (paragraph("  ", line, 4) for line in text.splitlines())
     yield from _section("tiers", found.tiers.items())
     yield from _section("last records", ((_request(one), one) for one in found.latest))
 
 
+def _text(row: Row, name: str) -> str:
+    """A field that other releases may not have."""
+    return str(row.get(name) or "")
+
+
 def _request(row: Row) -> str:
-    return str(row["request_id"] or row["digest"])
+    return _text(row, "request_id") or _text(row, "digest")
 
 
 def _section(title: str, entries: Iterable[tuple[str, Row]], count: int = 0) -> Iterator[str]:
@@ -74,6 +85,8 @@ def _fields(one: Row) -> str:
             continue
         if isinstance(value, list):
             value = " ".join(map(str, value))
+        elif not isinstance(value, int | float):
+            value = str(value)
         elif name.endswith("_s"):
             value = f"{round(value, 3):.3g}s" if value < 60 else duration(value)
         elif name.endswith("_bytes"):

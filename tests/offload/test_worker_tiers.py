@@ -355,6 +355,7 @@ def test_random_orders_over_unreliable_tiers(seed, moods, is_closed):
         rig.until_idle()
         model.check_tiers()
     rig.close()
+    rig.close()
     assert disk.closed
     assert model.settle()
     assert not any(rig.worker.state().values())

@@ -98,6 +98,19 @@ def test_what_is_coded_equals_the_code_by_hand_and_is_restored(kind, content):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "triton"])
+@pytest.mark.parametrize("length", [1, 2, 3, TILE - 1, TILE + 1])
+def test_any_number_of_bytes_is_restored(kind, length):
+    coder = coder_of(kind, 2 * TILE)
+    plain, slot = coder._plain, memory_beside(coder, [0] * 2 * CODED)
+    content = np.resize(np.array([0x3F80, 0xBF81, 0x4000], np.uint16), TILE).view(np.uint8)
+    plain[:] = memory_beside(coder, content)
+    coder.encode(slot.data_ptr(), length, PackTicket()).wait()
+    plain[:] = 0
+    coder.decode(slot.data_ptr(), length)
+    assert bytes_of(plain[:length]) == content[:length].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "triton"])
 def test_bytes_that_are_no_code_are_decoded_to_some_value(kind):
     coder = coder_of(kind, 2 * TILE)
     slot = np.random.default_rng(5).integers(0, 256, 2 * CODED, dtype=np.uint8)

@@ -27,6 +27,16 @@ def let_go(pair, handle=HANDLE, engine_id="P"):
     pair.decode.order(Orders(let_go=(order,)))
 
 
+def test_a_transfer_that_is_held_with_another_prompt_is_not_fetched(pair):
+    ours, theirs = (f"transfer:{prompt * 32}:t1" for prompt in "ab")
+    pair.hold("now", P_IDS, theirs)
+    pair.load("a", D_IDS, ours, run_s=ExtraConfig().early_fetch_s / 2)
+    assert not pair.decode.received, "one id may be of several prompts"
+    pair.run(ExtraConfig().early_fetch_s)
+    assert "its prompt for the same transfer id is another one" in pair.decode.failed["a"]
+    assert pair.decode.count("failures", reason="not_held") == 1
+
+
 @pytest.mark.parametrize("first", ["expect", "fetch"])
 def test_a_fetch_waits_for_a_prefill_that_is_under_way_longer_than_for_an_unknown_one(pair, first):
     if first == "expect":

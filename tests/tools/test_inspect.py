@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 
 from kvconnect.addresses import RankAddress
 from kvconnect.node.children import COMMAND
@@ -27,7 +28,7 @@ DESCRIBED = Description(
     introduced=msgspec.Raw(b"\xc0"),
 )
 LONG = "cmpl-" + "\x1b[2J[red]" * 16 + "0"
-COUNTS = {"leases": 400, "expected": 3, "loads": 1, "pending_fetches": 2}
+COUNTS = {"leases": 400, "expected": 5, "streaming_prefills": 3, "loads": 1, "pending_fetches": 2}
 
 
 def lease(number):
@@ -103,6 +104,20 @@ def test_json_has_everything_and_no_introduction():
     assert "introduced" not in made["worker"]
     assert len(made["holds"]["leases"]) == 60
     assert made["holds"]["counts"] == COUNTS
+
+
+ODD = (None, [], {}, "x", [{}], 7, msgspec.msgpack.Ext(1, b""), {(1, 2): b"\xff"})
+
+
+@pytest.mark.parametrize("kind", ["leases", "loads", "slots", "peers", "latest", "receipts"])
+def test_rows_of_another_release_are_shown_whatever_they_lack_or_have(kind):
+    whole = next(iter(getattr(FOUND, kind)), {"tokens": 3})
+    rows = [{}, *({key: value for key, value in whole.items() if key != name} for name in whole)]
+    rows += [{**whole, name: odd} for name in (*whole, "more", "more_s", "more_bytes") for odd in ODD]
+    found = msgspec.structs.replace(FOUND, **{kind: tuple(rows)}, counts={})
+    for row in rows:
+        assert printed(msgspec.structs.replace(found, **{kind: (row,)}))
+    assert json.loads(as_json("h:1", DESCRIBED, found))
 
 
 def test_an_address_that_is_none_and_one_without_a_worker_are_named():

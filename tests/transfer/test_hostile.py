@@ -126,6 +126,11 @@ def test_a_chunk_of_another_digest(pair, digest):
     fails_alone(pair, ANOTHER_DIGEST, "digest")
 
 
+def test_a_bit_that_flips_on_the_wire(pair):
+    pair.prefill.engine.corrupt_next(767)
+    fails_alone(pair, ANOTHER_DIGEST, "digest")
+
+
 def test_a_chunk_that_lands_in_two_slots(pair):
     """The second time it is a chunk that was there already."""
     said = []
