@@ -76,7 +76,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ``LocalError`` if its id is in use."""
-        if request.request_id in self.requests:
+        if request.request_id in self.requests or request.request_id in self.kept:
             raise LocalError(f"request id {request.request_id!r} is already in use")
         request.blocks = self.manager.new_request(request.cache_salt or "")
         self.requests[request.request_id] = request

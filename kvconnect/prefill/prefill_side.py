@@ -348,7 +348,7 @@ class PrefillSide(Service):
         self.book.revoked.discard(handle)
 
     def _void(self, handle: str, reason: Reason) -> None:
-        """End a handle that has no lease: cancel the sendings of its prefill, inform its watchers."""
+        """End a handle that has no lease: cancel the sendings of its prefill, inform those that renewed it."""
         lease = self.book.void(handle, reason)
         self.pending.touch(handle)
         if lease is not None:

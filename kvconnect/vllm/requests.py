@@ -139,7 +139,7 @@ class Adapters:
                     lora.lora_name,
                     number,
                 )
-            known = _read(now) if is_read else uuid.uuid4().bytes
+            known = _read(str(lora.lora_path), now) if is_read else uuid.uuid4().bytes
             self._known[number] = now, known, is_read
             while len(self._known) > _MOST:
                 self._known.popitem(last=False)
@@ -165,7 +165,7 @@ def _stamps(folder: str) -> _Stamps:
     return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path, stat in sorted(stats.items())}
 
 
-def _read(files: Iterable[str]) -> bytes:
+def _read(folder: str, files: Iterable[str]) -> bytes:
     digest = hashlib.blake2b(digest_size=_BYTES)
     try:
         for file in files:
@@ -173,6 +173,8 @@ def _read(files: Iterable[str]) -> bytes:
             digest.update(f"{os.path.basename(file)} {len(content)}\n".encode())
             digest.update(content)
     except OSError as error:
-        logger.warning("an adapter cannot be read, and its KV is exchanged with no peer: %s", error)
+        logger.warning(
+            "the adapter in %r cannot be read, and its KV is exchanged with no peer: %s", folder, error
+        )
         return uuid.uuid4().bytes
     return digest.digest()

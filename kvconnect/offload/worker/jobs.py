@@ -1,8 +1,8 @@
 """The jobs of one rank, and the reports that each owes the scheduler half.
 
 A job is opened by the call that orders it. It owes one report, or two if it is a store for lower tiers too.
-Each report is sent once, for the first result; later results change nothing. So every job is reported, even
-if the thread that works on it has died. The module performs no copy and calls no tier.
+Each end of a part of it sends the next report; once none is owed, later results change nothing. So every job
+is reported, even if the thread that works on it has died. The module performs no copy and calls no tier.
 """
 
 from __future__ import annotations

@@ -275,9 +275,11 @@ class TierLoop:
         progress = bool(done)
         is_recovering = False
         for tier in self.tiers:
-            # Before the poll, which takes all that was added until then.
+            # Before the poll, which takes all that was added until then; and after it, if a recovery began since.
             is_recovering |= tier.tracker.is_recovering
-            if update := self._poll(tier):
+            update = self._poll(tier)
+            is_recovering |= tier.tracker.is_recovering
+            if update:
                 progress = True
                 self._take(tier, update, now)
         # Only after the last changes were taken.
