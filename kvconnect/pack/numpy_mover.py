@@ -1,8 +1,8 @@
 """Pack and unpack on a CPU with numpy: a few strided copies per lane between pages and slot.
 
 A page and its place in the slot have the same five axes with different strides, so that one indexed copy
-moves a run of whole pages of a lane. Casts work on a few pages at a time, to stay in the processor's cache. So do
-placed pages (see ``Launcher``), which need lanes without inner axes.
+moves a run of whole pages of a lane. Casts work on a few pages at a time, to stay in the processor's cache.
+So do placed pages (see ``Launcher``), which need lanes without inner axes.
 """
 
 from __future__ import annotations

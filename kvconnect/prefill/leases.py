@@ -159,9 +159,10 @@ _DECODE_NODES = "decode nodes"
 class LeaseBook:
     """All leases by handle: ``leases`` of held requests, ``expected`` of prefills under way.
 
-    D's messages and the scheduler's orders overtake each other: what peers say of a handle before this worker
-    knows of it is in ``early``, for ``early_fetch_s`` seconds. ``over``: why P holds nothing under a handle
-    that has ended. Of both the oldest are dropped beyond ``max_leases``.
+    D's messages and the scheduler's orders overtake each other. Before this worker knows of a handle,
+    ``released`` has those that a peer released, for ``early_fetch_s`` seconds from the first release, and at
+    most ``max_leases``; ``watched`` those that peers renew only. ``over``: why P holds nothing under a handle
+    that has ended. Of these two the oldest are dropped beyond ``max_leases``.
 
     Args:
         ended: called for every lease that ends, with the reason.
@@ -176,7 +177,8 @@ class LeaseBook:
     ) -> None:
         self.leases: dict[str, Lease] = {}
         self.expected: dict[str, Lease] = {}
-        self.early: OrderedDict[str, Lease] = OrderedDict()
+        self.released: dict[str, Lease] = {}
+        self.watched: OrderedDict[str, Lease] = OrderedDict()
         self.over: OrderedDict[str, Reason] = OrderedDict()
         self.revoked: set[str] = set()
         """Handles whose blocks the stack may have overwritten by now. Any thread adds to it."""
@@ -191,19 +193,28 @@ class LeaseBook:
         """The lease of a handle whose request is held or being prefilled; None without one."""
         return self.leases.get(handle) or self.expected.get(handle)
 
-    def spoken_of(self, handle: str, now: float) -> Lease | None:
-        """What a peer's words about a handle are noted in; None if the handle is ``over``."""
-        lease = self.get(handle)
-        if lease is None and handle not in self.over:
-            lease = self.early[handle] = self._known(handle)
-            lease.timer.at(now + self._config.early_fetch_s)
-            if len(self.early) > self._config.max_leases:
-                self.early.popitem(last=False)[1].timer.cancel()
-        return lease
+    def watch(self, handle: str, link: str) -> None:
+        """A peer renews a handle that this worker does not know: inform it once it is held, or void."""
+        lease = self.released.get(handle)
+        if lease is None:
+            lease = self.watched[handle] = self.watched.pop(handle, None) or self._new(handle)
+            if len(self.watched) > self._config.max_leases:
+                self.watched.popitem(last=False)
+        lease.renewers.add(link)
 
-    def _known(self, handle: str) -> Lease:
-        """What peers said of a handle before, or a new lease."""
-        return self.early.pop(handle, None) or self._new(handle)
+    def release_early(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
+        """A rank will not fetch what this worker does not know: the lease that comes soon is released."""
+        lease = self.released.get(handle)
+        if lease is None:
+            if len(self.released) >= self._config.max_leases:
+                return
+            lease = self.released[handle] = self.watched.pop(handle, None) or self._new(handle)
+            lease.timer.at(now + self._config.early_fetch_s)
+        self.release(lease, consumer, consumers, now)
+
+    def _known(self, handle: str) -> Lease | None:
+        """What peers said of a handle before this worker knew of it."""
+        return self.released.pop(handle, None) or self.watched.pop(handle, None)
 
     def _new(self, handle: str) -> Lease:
         timer = self._timers.timer(lambda now: self._is_due(lease, now))
@@ -211,8 +222,8 @@ class LeaseBook:
         return lease
 
     def _is_due(self, lease: Lease, now: float) -> None:
-        if self.early.get(lease.handle) is lease:
-            del self.early[lease.handle]
+        if self.released.get(lease.handle) is lease:
+            del self.released[lease.handle]
         else:
             self.end_if_due(lease, now)
 
@@ -221,11 +232,13 @@ class LeaseBook:
         self.over.pop(handle, None)
         if len(self.expected) >= self._config.max_leases:
             return None
-        return self.expected.setdefault(handle, self._known(handle))
+        if handle not in self.expected:
+            self.expected[handle] = self._known(handle) or self._new(handle)
+        return self.expected[handle]
 
     def void(self, handle: str, reason: Reason) -> Lease | None:
         """P holds nothing under a handle from now on. Returns what was known of it, if anything."""
-        lease = self.expected.pop(handle, None) or self.early.pop(handle, None)
+        lease = self.expected.pop(handle, None) or self._known(handle)
         if lease is not None:
             lease.timer.cancel()
         self.over[handle] = reason
@@ -252,7 +265,7 @@ class LeaseBook:
             )
             return None, ""
         self.over.pop(order.handle, None)
-        lease = self.expected.pop(order.handle, None) or self._known(order.handle)
+        lease = self.expected.pop(order.handle, None) or self._known(order.handle) or self._new(order.handle)
         difference = lease.differs_from(order)
         if difference:
             lease.epoch = next(self._epochs)

@@ -240,7 +240,7 @@ class PrefillSide(Service):
         return {
             "leases": len(self.leases),
             "expected": len(self.book.expected),
-            "pending_fetches": len(self.pending.fetches) + len(self.book.early),
+            "pending_fetches": len(self.pending.fetches) + len(self.book.released),
             "sendings": len(self.sender.sendings),
         }
 
@@ -251,9 +251,11 @@ class PrefillSide(Service):
     # Helpers of the above
 
     def _release(self, peer: Introduction, message: Release, now: float) -> None:
-        if (lease := self.book.spoken_of(message.handle, now)) is not None:
-            consumer = (peer.engine_id, peer.incarnation, peer.rank)
+        consumer = (peer.engine_id, peer.incarnation, peer.rank)
+        if (lease := self.book.get(message.handle)) is not None:
             self.book.release(lease, consumer, message.consumers, now)
+        elif message.handle not in self.book.over:
+            self.book.release_early(message.handle, consumer, message.consumers, now)
         if self._reports.has_wanted and message.handle in self.book.expected:
             self._reports.add(Results(wanted=((message.handle, -1),)))
 
@@ -263,15 +265,16 @@ class PrefillSide(Service):
         over: list[tuple[str, Reason]] = []
         unknown: list[str] = []
         for handle in dict.fromkeys(handles[:MAX_HANDLES]):
-            lease = self.book.spoken_of(handle, now)
-            if lease is None:
+            lease = self.book.get(handle)
+            if lease is None and handle in self.book.over:
                 over.append((handle, self.book.over[handle]))
+            elif lease is None:
+                self.book.watch(handle, link)
+                unknown.append(handle)
             elif (reason := self.book.renew(lease, engine_id, link, now)) is not None:
                 over.append((handle, reason))
             elif lease.order is not None:
                 epochs.append((handle, lease.epoch))
-            elif handle not in self.book.expected:
-                unknown.append(handle)
         return Renewed(tuple(epochs), tuple(over), tuple(unknown))
 
     def _found(self, inbound: InboundPeer, asked: FindPrefix, link: str, now: float) -> PrefixFound:
@@ -348,7 +351,7 @@ class PrefillSide(Service):
         self.book.revoked.discard(handle)
 
     def _void(self, handle: str, reason: Reason) -> None:
-        """End a handle that has no lease: cancel the sendings of its prefill, inform those that renewed it."""
+        """End a handle without a lease: cancel the sendings of its prefill, inform those that renewed it."""
         lease = self.book.void(handle, reason)
         self.pending.touch(handle)
         if lease is not None:

@@ -6,9 +6,9 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.outcome import Cause
-from kvconnect.peer.messages import Fetch
+from kvconnect.peer.messages import Fetch, Renew
 from kvconnect.prefill.pending_fetches import PendingFetch
-from kvconnect.transfer.orders import LetGo, Orders, Withdraw
+from kvconnect.transfer.orders import Await, LetGo, Orders, Withdraw
 from tests.transfer.pair import D_IDS, P_IDS, Pair
 
 HANDLE = "handle-a"
@@ -22,9 +22,9 @@ def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
     pair.prefill.order(Orders(withdrawn=(Withdraw(handle, Cause.PREFILL_ENDED(reason)),)))
 
 
-def let_go(pair, handle=HANDLE, engine_id="P"):
+def let_go(pair, handle=HANDLE, engine_id="P", worker=None):
     order = LetGo(handle, (engine_id, "h", pair.prefill.channel.port))
-    pair.decode.order(Orders(let_go=(order,)))
+    (worker or pair.decode).order(Orders(let_go=(order,)))
 
 
 def test_a_transfer_that_is_held_with_another_prompt_is_not_fetched(pair):
@@ -142,7 +142,7 @@ def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     assert pair.prefill.sent == ["a"]
     let_go(pair, "made up")
     pair.run(1)
-    assert pair.prefill.transfers.prefill.book.early
+    assert pair.prefill.transfers.prefill.book.released
     pair.run(ExtraConfig().early_fetch_s)
     pair.assert_idle()
 
@@ -151,9 +151,48 @@ def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     pair = Pair()
     book = pair.prefill.transfers.prefill.book
     for engine_id, consumers in (("D", 2), ("X", 1)):
-        book.release(book.spoken_of(HANDLE, 0.0), (engine_id, "1", 0), consumers, 0.0)
+        book.release_early(HANDLE, (engine_id, "1", 0), consumers, 0.0)
     lease = book.expect(HANDLE)
     assert (lease.owner, lease.consumers, lease.finished) == ("D", 2, {("D", "1", 0)})
+
+
+def waits(pair):
+    order = Await(HANDLE, ("P", "h", pair.prefill.channel.port), reports=True)
+    pair.decode.order(Orders(awaited=(order,)))
+
+
+@pytest.mark.parametrize("who", ["D", "X"])
+def test_a_release_lapses_though_its_handle_is_renewed_meanwhile(pair, who):
+    pair.load("z", (40,), handle="another", run_s=1)
+    let_go(pair, worker=pair.decode if who == "D" else pair.add("X"))
+    pair.run(3)
+    waits(pair)
+    pair.run(3)
+    expect(pair)
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, run_s=1)
+    assert pair.landed()
+    assert "a" not in pair.decode.failed
+
+
+def test_renewals_of_unknown_handles_displace_no_release_and_are_bounded():
+    book = Pair(ExtraConfig(max_leases=2)).prefill.transfers.prefill.book
+    book.release_early("mine", ("D", "1", 0), 1, 0.0)
+    for name in ("a", "b", "c", "mine"):
+        book.watch(name, "link")
+    assert (list(book.released), list(book.watched)) == (["mine"], ["b", "c"])
+
+
+def test_who_waits_longer_than_releases_are_remembered_is_told_at_once(pair):
+    waits(pair)
+    pair.run(ExtraConfig().early_fetch_s - 0.1)
+    book = pair.prefill.transfers.prefill.book
+    assert list(book.watched) == [HANDLE]
+    pair.network.lose(Renew)
+    pair.run(5)
+    pair.hold("a", P_IDS)
+    pair.run(0.1)
+    assert [name for results in pair.decode.results for name in results.settled] == [HANDLE]
 
 
 def test_fetches_of_a_link_that_is_measured_are_looked_at_and_those_of_others_not():
@@ -202,7 +241,7 @@ def test_what_waits_is_bounded():
         let_go(pair, f"other{n}")
     pair.run(0.1)
     book, fetches = pair.prefill.transfers.prefill.book, pair.prefill.transfers.prefill.pending.fetches
-    assert (len(book.expected), len(fetches), len(book.early)) == (2, 2, 2)
+    assert (len(book.expected), len(fetches), len(book.released)) == (2, 2, 2)
     assert pair.prefill.count("failures", reason="max_leases") == 2
     assert sum("fetches wait at the prefill node already" in why for why in pair.decode.failed.values()) == 2
     for n in range(4):

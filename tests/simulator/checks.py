@@ -89,7 +89,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("leases", len(prefill.leases)),
             ("expected prefills", len(prefill.book.expected)),
             ("waiting fetches", len(prefill.pending.fetches)),
-            ("early words of peers", len(prefill.book.early)),
+            ("early releases", len(prefill.book.released)),
             ("sendings", len(prefill.sender.sendings)),
             ("send slots", worker.send.taken),
             ("loads", len(decode.loads)),

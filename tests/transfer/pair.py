@@ -277,7 +277,7 @@ class FakeWorker:
             assert not prefill.has_work
             assert not prefill.pending.fetches
             assert not prefill.book.expected
-            assert not prefill.book.early
+            assert not prefill.book.released
         if (decode := self.transfers.decode) is not None:
             assert not decode.loads
             assert len(decode.rank_fetches) == 0

@@ -275,7 +275,7 @@ class TierLoop:
         progress = bool(done)
         is_recovering = False
         for tier in self.tiers:
-            # Before the poll, which takes all that was added until then; and after it, if a recovery began since.
+            # Before the poll, which takes all that was added until then; after it, if a recovery began since.
             is_recovering |= tier.tracker.is_recovering
             update = self._poll(tier)
             is_recovering |= tier.tracker.is_recovering
