@@ -197,7 +197,7 @@ class LeaseBook:
         """A peer renews a handle that this worker does not know: inform it once it is held, or void."""
         lease = self.released.get(handle)
         if lease is None:
-            lease = self.watched[handle] = self.watched.pop(handle, None) or self._new(handle)
+            lease = self.watched[handle] = self._known(handle) or self._new(handle)
             if len(self.watched) > self._config.max_leases:
                 self.watched.popitem(last=False)
         lease.renewers.add(link)
@@ -208,13 +208,14 @@ class LeaseBook:
         if lease is None:
             if len(self.released) >= self._config.max_leases:
                 return
-            lease = self.released[handle] = self.watched.pop(handle, None) or self._new(handle)
+            lease = self.released[handle] = self._known(handle) or self._new(handle)
             lease.timer.at(now + self._config.early_fetch_s)
         self.release(lease, consumer, consumers, now)
 
     def _known(self, handle: str) -> Lease | None:
         """What peers said of a handle before this worker knew of it."""
-        return self.released.pop(handle, None) or self.watched.pop(handle, None)
+        known = self.released if handle in self.released else self.watched
+        return known.pop(handle) if handle in known else None
 
     def _new(self, handle: str) -> Lease:
         timer = self._timers.timer(lambda now: self._is_due(lease, now))
