@@ -222,6 +222,8 @@ class KVCacheGroup:
         """The most blocks that a request of ``num_tokens`` holds at once; see ``Retention.most_blocks``."""
         if not self.retention.by_position:
             return 1
+        if self.retention.sees_all:
+            return div_ceil(num_tokens, self.block_size)
         return self.retention.most_blocks(num_tokens, self.block_size, step_tokens)
 
     def spec_of(self, layer_name: str) -> LayerSpec:
