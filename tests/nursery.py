@@ -205,18 +205,20 @@ def _serve(program: str, *imported: str) -> None:
     die_with_parent(signal.SIGKILL)
     # Whatever ends is reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    parent = os.getpid()
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
             answers.close()
-            _become(main, [program, *order.pop("arguments")], **order)
+            _become(main, parent, [program, *order.pop("arguments")], **order)
         print(pid, file=answers, flush=True)
     os._exit(0)
 
 
 def _become(
     main: Callable[[], object],
+    parent: int,
     argv: list[str],
     log: str,
     code_file: str,
@@ -227,7 +229,7 @@ def _become(
     """In the child: be the program. Never returns."""
     code = 70
     try:
-        die_with_parent(signal.SIGKILL)
+        die_with_parent(signal.SIGKILL, parent)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setpgid(0, 0)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
@@ -163,7 +164,7 @@ class Child:
             return subprocess.Popen(
                 self.command,
                 env={name: value for name, value in self._environment.items() if value is not None},
-                preexec_fn=_begin,
+                preexec_fn=functools.partial(_begin, os.getpid()),
                 **{**files, **self._popen},
             )
 
@@ -284,16 +285,21 @@ class Children:
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Called in a child: let the kernel signal it when its parent is gone and cannot end it."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int = 0) -> None:
+    """Called in a child: let the kernel signal it when its parent is gone and cannot end it.
+
+    With the ``parent``'s process id the child ends at once if that was gone before the kernel was told.
+    """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, number)
+        if parent and os.getppid() != parent:
+            os._exit(1)
 
 
-def _begin() -> None:
+def _begin(parent: int) -> None:
     # Not a session of its own: Linux would schedule each child as one unit, and a child that spins would keep
     # all threads of another child on the same cores from running.
     os.setpgid(0, 0)
-    die_with_parent()
+    die_with_parent(parent=parent)
     # The parent may have blocked signals while it forks, which a program that is executed would inherit.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
