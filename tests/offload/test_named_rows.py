@@ -192,6 +192,21 @@ def test_nothing_has_a_name_once_the_weights_are_replaced(named):
     assert named.check("aaaaaa", 16) is not None
 
 
+def test_a_fetch_from_before_a_clear_takes_no_name_from_what_was_kept_since():
+    named = Named(tier := Double())
+    tier.mood = "late"
+    named.fetch(1, [(b"a", 0)])
+    late = named.number
+    named.rig.until(lambda: tier.put_off)
+    named.rig.order(clear=True)
+    named.store(1, [(b"a", 1)])
+    named.placed(1, [(b"a", 1)])
+    named.put(tier, 1, b"a")
+    tier.release()
+    named.until_reported(late)
+    named.check_names()
+
+
 def test_a_store_to_a_row_that_there_is_not_gives_no_name(named):
     keep(named, "aa", 16)
     named.store(0, [(b"x", 10**6)], block=1)

@@ -86,8 +86,9 @@ class NamedRows(NamedContents):
             if name in wrong:
                 # Lets ``Kept.is_intact`` detect that the row was not read.
                 taken[row] *= taken[row] != job.number
-                continue
-            self._put(group, name, row, job.number)
+            elif taken[row] == job.number:
+                # Of a job from before a clear, the name may have another row by now.
+                self._put(group, name, row, job.number)
 
     # For the thread that serves peers
 
