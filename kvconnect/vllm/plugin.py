@@ -28,9 +28,20 @@ OURS = (
 """The fields of vLLM's ``KVTransferConfig`` that kvconnect reads."""
 
 
-@functools.cache
 def register() -> None:
-    """Register ``KVConnect`` with vLLM's factory, which ``MultiConnector`` uses too. Once per process."""
+    """Register ``KVConnect`` with vLLM's factory, and have a process that reads server options check them.
+
+    Each once per process: the module of options may be imported later than this was called first.
+    """
+    _register_name()
+    # A process that reads a server's options has this module by now, unlike others: it is slow to import.
+    if (options := sys.modules.get("vllm.engine.arg_utils")) is not None:
+        _check_early(options)
+
+
+@functools.cache
+def _register_name() -> None:
+    """Register ``KVConnect`` with vLLM's factory, which ``MultiConnector`` uses too."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
@@ -43,11 +54,9 @@ def register() -> None:
             NAME,
             error,
         )
-    # A process that reads a server's options has this module by now, unlike others: it is slow to import.
-    if (options := sys.modules.get("vllm.engine.arg_utils")) is not None:
-        _check_early(options)
 
 
+@functools.cache
 def _check_early(options: Any) -> None:
     """Make vLLM check our configuration before it starts a process or loads a model.
 

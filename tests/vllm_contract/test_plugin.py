@@ -23,7 +23,7 @@ NEW_ENOUGH.KVConnectorTransferResults = object
 def nothing_done_yet():
     plugin.check_vllm.cache_clear()
     yield
-    plugin.register.cache_clear()
+    plugin._register_name.cache_clear()
 
 
 def test_the_entry_point_is_ours():
@@ -64,7 +64,7 @@ def fake_factory(monkeypatch, taken=False):
     for length in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:length]), types.ModuleType(parts[length - 1]))
     sys.modules[path].KVConnectorFactory = KVConnectorFactory
-    plugin.register.cache_clear()
+    plugin._register_name.cache_clear()
     return registered
 
 
