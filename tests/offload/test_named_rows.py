@@ -192,6 +192,24 @@ def test_nothing_has_a_name_once_the_weights_are_replaced(named):
     assert named.check("aaaaaa", 16) is not None
 
 
+@pytest.mark.parametrize("naming", [Naming("test", 8), Naming("other", 4)])
+def test_nothing_is_kept_under_names_that_are_made_otherwise(named, naming):
+    keep(named, "aaaaaa")
+    prefix = Prefix(naming, 0, names("aaaaaa"))
+    assert (named.rows.find(prefix, 48), named.rows.hold(prefix, 8)) == (NOTHING, None)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens"), [(0, 0), (0, 52), (0, 2**31), (16, 16), (16, 8), (2**31 - 1, 8)]
+)
+def test_no_more_is_held_than_what_is_named_and_wanted(named, start, num_tokens):
+    keep(named, "aaaaaa")
+    assert named.rows.hold(Prefix(NAMING, start, names("aaaaaa")), num_tokens) is None
+    assert named.rows.hold(Prefix(NAMING, 0, ()), num_tokens) is None
+    assert named.rows.find(Prefix(NAMING, start, ()), num_tokens) == NOTHING
+    assert named.rows.hold(Prefix(NAMING, 0, names("aaaaaa", 7)), 28) is None, "half of a block has no name"
+
+
 def test_a_fetch_from_before_a_clear_takes_no_name_from_what_was_kept_since():
     named = Named(tier := Double())
     tier.mood = "late"
