@@ -252,6 +252,17 @@ def test_what_is_cleared_stays_void_where_its_files_outlive_the_process(tmp_path
     assert not again.failures
 
 
+def test_what_is_there_of_a_job_does_not_make_room_for_the_rest_of_it(tmp_path):
+    driver = open_driver(tmp_path, 1 << 20)
+    prompt = some_rows(40, 1, length=10_000)
+    end = dict(list(prompt.items())[20:])
+    assert driver.write(end) == ()
+    assert driver.write(some_rows(40, 2, length=10_000)) == ()
+    assert driver.write(prompt) == ()
+    assert driver.read(lengths_of(prompt)) == prompt
+    assert driver.tier.close()
+
+
 def test_a_folder_is_not_locked_while_others_list_it(tmp_path, monkeypatch):
     left = open_driver(tmp_path, namespace="b" * 64)
     assert left.write(some_rows(10, 1)) == ()
