@@ -367,3 +367,54 @@ def test_what_is_announced_of_a_store_has_a_bound():
     assert set(update.changed(False)) == set(contents[1:3])
     announced.gone(contents)
     assert set(announced.take().changed(False)) == {contents[0], *contents[3:]}
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(-200, "store_full"), (-800, "store_io"), (-600, "store_wrong_size"), (-900, "store_unreachable")],
+)
+def test_codes_are_misses_and_counted_by_reason(store, make, code, reason):
+    _, driver = make()
+    rows = some_rows(5, 7)
+    assert driver.write(rows) == ()
+    for process in store.processes:
+        process.trouble = {Verb.PUT: code, Verb.GET: code}
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures == {reason: 1 if code == -900 else 5}
+
+
+def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
+    """Written or read, and until it is missed, spoilt or cleared, or the store is lost."""
+    tier, driver = make()
+    tier.announce()
+    rows, others = some_rows(6, 1), some_rows(3, 2)
+    assert driver.write(rows) == ()
+    assert driver.index == set(rows)
+    store.values.update(
+        {
+            tier._keys(blank_rows({content: 1}))[0]: tier._format.header(content, memoryview(row)) + row
+            for content, row in others.items()
+        }
+    )
+    assert driver.seek(list(others)) == set(others)
+    assert driver.index == set(rows), "what is sought has no tokens yet"
+    assert driver.read(lengths_of(others)) == others
+    assert driver.index == {*rows, *others}
+    first, second, *_ = rows
+    del store.values[tier._keys(blank_rows({first: 1}))[0]]
+    driver.seek(list(rows))
+    assert driver.index == {*rows, *others} - {first}, "it was asked for and is gone"
+    key = tier._keys(blank_rows({second: 1}))[0]
+    store.values[key] = store.values[key][:-1] + b"?"
+    assert second not in driver.read(lengths_of(rows))
+    assert driver.index == {*rows, *others} - {first, second}, "it is spoilt"
+    store.processes[-1].dead = True
+    driver.seek(list(rows))
+    until(lambda: driver.poll() is not None and driver.index == set())
+    until(lambda: tier.state()["link"] == "up" or driver.seek(list(rows)) is None)
+    assert driver.write(some_rows(4, 5)) == ()
+    assert driver.index == set(some_rows(4, 5))
+    tier.clear()
+    driver.index.clear()
+    assert driver.write(rows) == ()
+    assert driver.index == set(rows)
