@@ -288,7 +288,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int = 0) -> None:
     """Called in a child: let the kernel signal it when its parent is gone and cannot end it.
 
-    With the ``parent``'s process id the child ends at once if that was gone before the kernel was told.
+    With the ``parent``'s process id the child ends at once if the parent ended before this call.
     """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, number)

@@ -213,7 +213,7 @@ class LeaseBook:
         self.release(lease, consumer, consumers, now)
 
     def _known(self, handle: str) -> Lease | None:
-        """What peers said of a handle before this worker knew of it."""
+        """Take the record of releases and renewals that came before this worker knew the handle."""
         known = self.released if handle in self.released else self.watched
         return known.pop(handle) if handle in known else None
 

@@ -114,7 +114,7 @@ def as_json(address: str, described: Description, found: Inspection) -> str:
     worker = {**msgspec.structs.asdict(described), "address": address}
     # `doctor` shows whether two caches match.
     del worker["introduced"]
-    # A row of another worker may have what JSON has not.
+    # Values of another release that JSON cannot represent are shown as text.
     return msgspec.json.encode({"worker": worker, "holds": found}, enc_hook=str).decode()
 
 

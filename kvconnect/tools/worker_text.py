@@ -50,7 +50,7 @@ def text_of(address: str, described: Description, found: Inspection) -> Iterator
     yield from _section("loads that ended", ((str(outcome), {}) for outcome in found.ended))
     for receipt in found.receipts:
         yield "\nreceipt"
-        # Another release may have written what JSON has not: it is told as text.
+        # Values of another release that JSON cannot represent are shown as text.
         text = msgspec.json.format(msgspec.json.encode(receipt, enc_hook=str), indent=1).decode()
         yield from (paragraph("  ", line, 4) for line in text.splitlines())
     yield from _section("tiers", found.tiers.items())
