@@ -42,24 +42,29 @@ def bench_turns(options: Options) -> None:
     Medians in microseconds of a turn or a step.
     """
     for what, make in RESTING.items():
-        taken = {f"at_{count}_us": _time(make(count), options.turns) for count in options.records}
-        first, *_, last = taken.values()
-        report("turns", {"what": what, **taken, "last_over_first": last / first})
+        medians = _times([make(count) for count in options.records], options.turns)
+        taken = {f"at_{count}_us": median for count, median in zip(options.records, medians, strict=True)}
+        report("turns", {"what": what, **taken, "last_over_first": medians[-1] / medians[0]})
 
 
-def _time(turn: Callable[[], object], turns: int) -> float:
-    """Microseconds, as the median. Collections of garbage look at every record: they are held off."""
-    for _ in range(turns // 10):
-        turn()
+def _times(calls: list[Callable[[], object]], turns: int) -> list[float]:
+    """Median microseconds of each call. They take turns, since a machine's speed may change within a minute.
+
+    Collections of garbage look at every record: they are held off.
+    """
+    for call in calls:
+        for _ in range(turns // 10):
+            call()
     gc.collect()
     gc.disable()
     try:
-        taken = []
+        taken: list[list[float]] = [[] for _ in calls]
         for _ in range(turns):
-            start = time.perf_counter()
-            turn()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken) * 1e6
+            for call, times in zip(calls, taken, strict=True):
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+        return [statistics.median(times) * 1e6 for times in taken]
     finally:
         gc.enable()
 
