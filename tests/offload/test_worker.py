@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import cache_folders, look
+from kvconnect.offload.tier import TierUpdate
+from kvconnect.offload.worker import tier_loop
 from kvconnect.transfer.orders import Restore, Seek, Store, TierFetch
 from tests.offload.rows_by_hand import rows_of
-from tests.offload.worker_kit import NUM_BLOCKS, Rig, copies, hashes
+from tests.offload.worker_kit import NUM_BLOCKS, Double, Rig, copies, hashes
 
 
 @pytest.fixture
@@ -84,6 +88,21 @@ def test_a_thread_that_ended_leaves_nobody_waiting(rig):
     assert rig.fetched == {2: hashes(1)}
     assert rig.found == {3: ()}
     assert "ended" in rig.failed["r"]
+
+
+def test_jobs_fail_at_the_close_of_a_worker_whose_thread_hangs(monkeypatch):
+    monkeypatch.setattr(tier_loop, "_CLOSE_TIMEOUT_S", 0.05)
+    disk, goes_on = Double("disk", "late"), threading.Event()
+    rig = Rig(disk)
+    rig.order(fetches=(TierFetch(1, "disk", 0, hashes(1), (0,)),))
+    rig.until(lambda: disk.put_off)
+    monkeypatch.setattr(disk, "poll", lambda: goes_on.wait() and TierUpdate())
+    rig.worker._loop.wake()
+    rig.close()
+    assert rig.worker._loop.is_alive
+    assert rig.fetched == {1: hashes(1)}
+    goes_on.set()
+    rig.worker._loop._thread.join(10)
 
 
 def test_an_error_of_ours_does_not_end_the_thread(rig):

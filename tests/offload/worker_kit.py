@@ -162,8 +162,8 @@ class Double(MemoryTier):
     found. raise: the call itself fails, and is late. dead: it reports nothing.
     """
 
-    def __init__(self, name="disk", mood="good", indexed=True):
-        super().__init__(name=name, indexed=indexed, threads={})
+    def __init__(self, name="disk", mood="good", indexed=True, limit_bytes=1 << 30):
+        super().__init__(limit_bytes, name=name, indexed=indexed, threads={})
         self.mood, self.put_off, self.closed = mood, deque(), False
 
     @property
