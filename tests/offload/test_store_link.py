@@ -106,6 +106,11 @@ class FakeProcess:
         self.dead = self.closed = True
 
 
+def key_of(tier, content):
+    """The name under which a store has a content."""
+    return tier._keys(blank_rows({content: 1}))[0]
+
+
 @pytest.fixture
 def store():
     return FakeStore()
@@ -160,7 +165,7 @@ def test_whatever_its_process_does_a_tier_has_what_was_written_and_announces_wha
         if what == "spoil":
             trouble = None
             for content in list(rows.keys() & model.keys())[:1]:
-                key = tier._keys(blank_rows({content: 1}))[0]
+                key = key_of(tier, content)
                 store.values[key] = store.values[key][:-1] + bytes([store.values[key][-1] ^ 1])
                 del model[content]
                 failures["store_corrupt"] = 1
@@ -392,7 +397,7 @@ def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
     assert driver.index == set(rows)
     store.values.update(
         {
-            tier._keys(blank_rows({content: 1}))[0]: tier._format.header(content, memoryview(row)) + row
+            key_of(tier, content): tier._format.header(content, memoryview(row)) + row
             for content, row in others.items()
         }
     )
@@ -401,10 +406,10 @@ def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
     assert driver.read(lengths_of(others)) == others
     assert driver.index == {*rows, *others}
     first, second, *_ = rows
-    del store.values[tier._keys(blank_rows({first: 1}))[0]]
+    del store.values[key_of(tier, first)]
     driver.seek(list(rows))
     assert driver.index == {*rows, *others} - {first}, "it was asked for and is gone"
-    key = tier._keys(blank_rows({second: 1}))[0]
+    key = key_of(tier, second)
     store.values[key] = store.values[key][:-1] + b"?"
     assert second not in driver.read(lengths_of(rows))
     assert driver.index == {*rows, *others} - {first, second}, "it is spoilt"
