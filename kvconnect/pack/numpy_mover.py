@@ -2,13 +2,20 @@
 
 A page and its place in the slot have the same five axes with different strides, so that one indexed copy
 moves a run of whole pages of a lane. Casts work on a few pages at a time, to stay in the processor's cache.
-So do placed pages (see ``Launcher``), which need lanes without inner axes.
+So do placed pages (see ``Launcher``), which need lanes without inner axes. A few threads share the lanes of a
+large chunk, since numpy copies without the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +30,13 @@ from kvconnect.plan.blocks import BlockIds
 Words = NDArray[Any]
 _VALUES_AT_ONCE = 1 << 15
 _BYTES_AT_ONCE = 256 << 10
+
+# A thread more takes some 0.1 ms to begin.
+_LEAST_BYTES_EACH = 2 << 20
+# Measured on a Xeon of 16 cores: 4 threads copy at 2.7 times the rate of one, 6 and 8 not faster. P and D may
+# both be on this machine, where the serving stack computes.
+_MOST_THREADS = 4
+_CORES_PER_THREAD = 4
 
 
 class NumpyMover(PlainMover):
@@ -40,19 +54,71 @@ class NumpyMover(PlainMover):
         """Pack pages into the slot at address ``slot``, or unpack them, and compute the slot's digest."""
         if not staged.total_bytes:
             return PackTicket(0)
-        raw = self.move_pages(slot, staged, pack)
+        raw = _slot_bytes(slot, staged)
+        mine, *others = _shares(staged.layout.moves, staged.total_bytes // _LEAST_BYTES_EACH)
+        helped = [_helpers().submit(self._move, moves, staged, raw, pack) for moves in others]
+        try:
+            self._move(mine, staged, raw, pack)
+        finally:
+            # No thread copies any more once slot and pages may be used for something else.
+            wait(helped)
+        for share in helped:
+            share.result()
         return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
 
-    def move_pages(self, slot: int, staged: StagedChunk, pack: bool) -> NDArray[np.uint8]:
-        """Pack or unpack without a digest. Returns the bytes of the slot, which are more than 0."""
-        raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
-        for move in staged.layout.moves:
+    def move_pages(self, slot: int, staged: StagedChunk, pack: bool) -> None:
+        """Pack or unpack more than 0 bytes without a digest, in this thread."""
+        self._move(staged.layout.moves, staged, _slot_bytes(slot, staged), pack)
+
+    def _move(self, moves: Sequence[Move], staged: StagedChunk, slot: NDArray[np.uint8], pack: bool) -> None:
+        for move in moves:
             numbers = staged.blocks[move.pages]
             if move.lanes in self._placed:
-                _move_placed(self._placed[move.lanes], move, numbers, raw, pack)
+                _move_placed(self._placed[move.lanes], move, numbers, slot, pack)
             else:
-                _move_rows(self._pages[move.lanes][move.which], move, numbers, raw, pack)
-        return raw
+                _move_rows(self._pages[move.lanes][move.which], move, numbers, slot, pack)
+
+
+def _slot_bytes(slot: int, staged: StagedChunk) -> NDArray[np.uint8]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
+
+
+def _shares(moves: Sequence[Move], most: int) -> list[Sequence[Move]]:
+    """The moves, divided by their lanes into parts of about equal size for up to ``most`` threads."""
+    count = min(_MOST_THREADS, len(_cores()) // _CORES_PER_THREAD, most)
+    if count <= 1:
+        return [moves]
+    shares: list[list[Move]] = [[] for _ in range(count)]
+    for move in moves:
+        borders = [len(move.wire) * number // count for number in range(count + 1)]
+        for share, (first, stop) in zip(shares, itertools.pairwise(borders), strict=True):
+            if first < stop:
+                which = slice(move.which.start + first, move.which.start + stop)
+                share.append(replace(move, which=which, wire=move.wire[first:stop]))
+    return [*shares]
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_THREADS - 1, "kvconnect-copy", _use_all_cores)
+
+
+@functools.cache
+def _cores() -> set[int]:
+    """The cores that this process was started with.
+
+    Serving stacks bind the threads that compute to cores, and threads that these start inherit that; their
+    parent process is not bound.
+    """
+    cores = os.sched_getaffinity(0)
+    with suppress(OSError):
+        cores |= os.sched_getaffinity(os.getppid())
+    return cores
+
+
+def _use_all_cores() -> None:
+    with suppress(OSError):
+        os.sched_setaffinity(0, _cores())
 
 
 def _memory_view(address: int, lanes: Lanes) -> Words:

@@ -27,8 +27,8 @@ from kvconnect.transfer.slots import Slot, SlotState
 if TYPE_CHECKING:
     from kvconnect.prefill.send_path import SendPath
 
-_MOST_IN_TURN = 4
-"""Chunks that this thread packs itself before it serves anything else: some milliseconds."""
+_MOST_BYTES_IN_TURN = 16 << 20
+"""After packing so many bytes itself, some milliseconds, this thread serves everything else."""
 
 Columns = tuple[int, int, int]
 """One batch: source address, target address, length in bytes."""
@@ -167,13 +167,13 @@ class SlotOutbox:
                 self._move(parcel, SlotState.FREE)
             self._filled.clear()
             return
-        most = self._taken + _MOST_IN_TURN
+        packed_bytes = 0
         # A send slot is taken only together with a landing slot: no sending waits while holding one.
         while self._grants and self.due > self._taken and self._has_room:
-            if self._packer.is_blocking and (self._filled or self._taken == most):
+            if self._packer.is_blocking and (self._filled or packed_bytes >= _MOST_BYTES_IN_TURN):
                 # This thread packs itself: it sends the chunks packed so far before it packs more.
                 break
-            self._pack_next()
+            packed_bytes += self._pack_next()
             if self._packer.is_blocking:
                 yield from self._take_packed()
 
@@ -214,7 +214,8 @@ class SlotOutbox:
         (staged,) = self._packer.stage(blocks, [chunk], self._lease.num_tokens + self._ahead)
         return index, staged
 
-    def _pack_next(self) -> None:
+    def _pack_next(self) -> int:
+        """Begin to pack the next chunk. Returns its bytes."""
         # The slot that the peer used last: with a CPU, its memory is still in the processor's cache.
         grant = self._grants.pop()
         chunk, staged = self._take()
@@ -229,12 +230,13 @@ class SlotOutbox:
             ticket = self._packer.pack(place, staged, grant.generation)
             seconds = time.perf_counter() - began
             self._kernels.append(Parcel(chunk, None, grant, ticket, length_bytes, seconds))
-            return
+            return length_bytes
         slot = self._pool.take(SlotState.OURS, self._holder)
         coder = None
         if self._coding is not None and not self._coding.has_given_up:
             coder = self._coding.coder if coded_bytes(length_bytes) < length_bytes else None
         self._pack(slot, chunk, staged, grant, coder)
+        return length_bytes
 
     def _pack(
         self, slot: Slot, chunk: int, staged: StagedChunk, grant: Grant, coder: ExponentCoder | None = None

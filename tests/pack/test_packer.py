@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -104,7 +105,14 @@ def exchanges(draw):
         "pages" if as_pages else "rows",
         draw(st.sampled_from([1, 2, 3, 8])),
         draw(st.sampled_from([1, 7, 64, 1 << 15])),
+        draw(st.sampled_from([1, 1, 3])),
     )
+
+
+def copied_by(threads, **more):
+    """A context in which numpy shares every chunk out to so many threads."""
+    cores = range(threads * numpy_mover._CORES_PER_THREAD)
+    return mock.patch.multiple(numpy_mover, _cores=lambda: cores, _LEAST_BYTES_EACH=1, **more)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -118,12 +126,12 @@ def test_exactly_the_rows_are_moved(kernels, is_long):
     @settings(max_examples=10 * examples if is_long else examples)
     @given(exchanges())
     def every_row(case):
-        source, held, target, wanted, given, order, programs, at_once = case
+        source, held, target, wanted, given, order, programs, at_once, threads = case
         scales = given[-1]
         sides = [Side(*source, NUM_BLOCKS, 100, scales), Side(*target, NUM_BLOCKS, 7, scales)]
         for number, side in enumerate(sides):
             fill_values(side, number)
-        with interpreted_by(programs), mock.patch.object(numpy_mover, "_VALUES_AT_ONCE", at_once):
+        with interpreted_by(programs), copied_by(threads, _VALUES_AT_ONCE=at_once):
             exchange(kernels, sides[0], held, sides[1], wanted, *given, order)
 
     every_row()
@@ -232,7 +240,7 @@ def test_the_digests_of_tickets_may_be_read_in_any_order(kernels):
 
 
 @pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
-def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begin():
+def test_a_processor_packs_and_unpacks_in_no_thread_of_torch():
     """A serving stack may bind torch's threads to the cores where it computes, and refuse other numbers."""
     model, shape, heads = simple_model(1024, 4, 128), simple_shape(kernel=256), HeadInterval(0, 4)
     side = Side(model, shape, heads, NUM_BLOCKS, 1)
@@ -250,7 +258,8 @@ def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begi
                 (staged,) = packer.stage(blocks, [chunk], 1024)
                 slot = torch.from_numpy(np.ones(staged.total_bytes, np.uint8))
                 threads.append(set(os.listdir("/proc/self/task")))
-                (packer.pack if way == "source" else packer.unpack)(slot.data_ptr(), staged, 1)
+                with copied_by(1):
+                    (packer.pack if way == "source" else packer.unpack)(slot.data_ptr(), staged, 1)
                 threads.append(set(os.listdir("/proc/self/task")))
         finally:
             torch.set_num_threads(at_first)
@@ -261,6 +270,43 @@ def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begi
     assert len(threads) == 4
     assert not threads[1] - threads[0]
     assert not threads[3] - threads[2]
+
+
+@pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
+def test_threads_that_copy_use_the_cores_that_this_process_was_started_with():
+    """A serving stack binds the thread that it begins others in to one core."""
+    found = []
+
+    def bound():
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        for cached in (numpy_mover._cores, numpy_mover._helpers):
+            cached.cache_clear()
+        found.append(numpy_mover._helpers().submit(os.sched_getaffinity, 0).result())
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    numpy_mover._cores.cache_clear()
+    assert found == [os.sched_getaffinity(os.getppid())]
+
+
+@pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
+@pytest.mark.parametrize("failing", ["MainThread", "kvconnect-copy"])
+def test_an_error_of_one_thread_that_copies_is_raised_once_all_have_ended(failing, monkeypatch):
+    _side, packer, staged = one_way("numpy")
+    ended = []
+
+    def move_rows(*_arguments):
+        fails = threading.current_thread().name.startswith(failing)
+        time.sleep(0 if fails else 0.2)
+        ended.append(fails)
+        if fails:
+            raise ValueError("no such page")
+
+    monkeypatch.setattr(numpy_mover, "_move_rows", move_rows)
+    with copied_by(2), pytest.raises(ValueError, match="no such page"):
+        packer.pack(slot_for(staged).data_ptr(), staged, 1)
+    assert ended == [True, False]
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")

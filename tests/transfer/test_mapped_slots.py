@@ -19,6 +19,7 @@ from kvconnect.engine.lanes import Transport
 from kvconnect.pack.packer import Packer
 from kvconnect.pack.shared_memory import SharedMemory
 from kvconnect.peer.messages import Fetch, Grant, Landed, Written
+from kvconnect.prefill import outbox
 from tests.transfer.kernels import SlowKernels
 from tests.transfer.pair import D_IDS, PAGE_BYTES, SLOT_BYTES, Pair, quarantined
 from tests.transfer.test_hostile import fails_alone
@@ -89,7 +90,9 @@ def test_a_chunk_is_reported_before_the_next_is_packed_and_a_turn_packs_a_few():
 
     pair.network.insert(Landed, lambda landed: happened.append("reported") or [landed])
     pair.start("a", source, target)
-    with mock.patch.object(Packer, "pack", noted(happened, Packer.pack)):
+    # Four chunks, each of which has six pages.
+    few_bytes = mock.patch.object(outbox, "_MOST_BYTES_IN_TURN", 4 * 6 * PAGE_BYTES)
+    with mock.patch.object(Packer, "pack", noted(happened, Packer.pack)), few_bytes:
         turns = []
         for _ in range(60):
             before = len(happened)
