@@ -137,17 +137,17 @@ def _move_rows(
 ) -> None:
     """Move the pages of each lane."""
     walk, cast = move.lanes.walk, move.lanes.access.cast
-    word = min(8, move.lanes.access.memory) if cast is None else cast.wire_bytes
+    word = np.dtype(f"i{min(8, move.lanes.access.memory) if cast is None else cast.wire_bytes}")
     step = walk.tokens * walk.wire_token_stride
-    strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
+    strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word.itemsize)
     all_scales = move.lanes.scales[move.which].tolist()
     # Computed once for all lanes, of which there may be hundreds.
     for blocks, skipped, tokens, at in parts(move, of_pages):
         if not blocks[0] and not pack:
             continue
-        shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
+        shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word.itemsize)
         for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
-            in_slot: Words = np.ndarray(shape, f"i{word}", slot, wire + at, strides)
+            in_slot: Words = np.ndarray(shape, word, slot, wire + at, strides)
             if tokens != walk.tokens:
                 pages = pages[:, skipped : skipped + tokens]
             if not blocks[0]:
@@ -164,7 +164,7 @@ def _gather(pages: Words, blocks: BlockIds, rows: Words) -> None:
     """Copy pages into rows. Not with torch, whose number of threads the serving stack chooses."""
     if pages.flags.c_contiguous and rows.flags.c_contiguous:
         # Block ids were checked before; with mode "raise" numpy would copy everything twice.
-        np.take(pages, blocks, axis=0, out=rows, mode="clip")
+        pages.take(blocks, axis=0, out=rows, mode="clip")
         return
     at_once = max(1, _BYTES_AT_ONCE // rows[0].nbytes)
     for first in range(0, len(blocks), at_once):
