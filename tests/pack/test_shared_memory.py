@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -63,6 +65,26 @@ def test_it_outlives_its_owner_for_who_has_mapped_it():
     ctypes.memset(mapped.at(card.address, 4096), 1, 4096)
     with pytest.raises(PeerError):
         MappedMemory(card)
+
+
+def test_it_is_unmapped_with_the_last_use():
+    shared = SharedMemory(4096)
+
+    def times_mapped():
+        return Path("/proc/self/maps").read_text(encoding="ascii").count("memfd:kvconnect")
+
+    before = times_mapped()
+    mapped = MappedMemory(shared.card)
+    assert times_mapped() == before + 1
+    del mapped
+    assert times_mapped() == before
+
+
+def test_a_system_that_maps_nothing_is_an_error(monkeypatch):
+    shared = SharedMemory(4096)
+    monkeypatch.setattr(shared_memory, "_LIBC", SimpleNamespace(mmap=lambda *_: 2**64 - 1))
+    with pytest.raises(PeerError, match="cannot be mapped"):
+        MappedMemory(shared.card)
 
 
 def card_of(descriptor: int, length_bytes: int = 4096, pid: int = 0) -> SharedMemoryCard:
