@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -56,12 +56,18 @@ class NumpyMover(PlainMover):
             return PackTicket(0)
         raw = _slot_bytes(slot, staged)
         mine, *others = _shares(staged.layout.moves, staged.total_bytes // _LEAST_BYTES_EACH)
-        helped = [_helpers().submit(self._move, moves, staged, raw, pack) for moves in others]
+        helped: list[Future[None]] = []
         try:
+            for moves in others:
+                helped.append(_helpers().submit(self._move, moves, staged, raw, pack))
             self._move(mine, staged, raw, pack)
         finally:
             # No thread copies any more once slot and pages may be used for something else.
             wait(helped)
+            if len(helped) < len(others):
+                # A share for which no thread could be started is queued nevertheless.
+                _helpers().shutdown()
+                _helpers.cache_clear()
         for share in helped:
             share.result()
         return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
@@ -84,7 +90,7 @@ def _slot_bytes(slot: int, staged: StagedChunk) -> NDArray[np.uint8]:
 
 
 def _shares(moves: Sequence[Move], most: int) -> list[Sequence[Move]]:
-    """The moves, divided by their lanes into parts of about equal size for up to ``most`` threads."""
+    """The moves, divided by their lanes for up to ``most`` threads; at least one part, none of them empty."""
     count = min(_MOST_THREADS, len(_cores()) // _CORES_PER_THREAD, most)
     if count <= 1:
         return [moves]
@@ -95,7 +101,7 @@ def _shares(moves: Sequence[Move], most: int) -> list[Sequence[Move]]:
             if first < stop:
                 which = slice(move.which.start + first, move.which.start + stop)
                 share.append(replace(move, which=which, wire=move.wire[first:stop]))
-    return [*shares]
+    return [share for share in shares if share]
 
 
 @functools.cache
@@ -105,14 +111,15 @@ def _helpers() -> ThreadPoolExecutor:
 
 @functools.cache
 def _cores() -> set[int]:
-    """The cores that this process was started with.
+    """The cores of this thread, and those of the process that started this one if it runs the same program.
 
-    Serving stacks bind the threads that compute to cores, and threads that these start inherit that; their
-    parent process is not bound.
+    Serving stacks bind the processes that compute to cores, and a thread's first core is all that threads
+    which it starts inherit. The process that answers clients, their parent, is not bound.
     """
-    cores = os.sched_getaffinity(0)
+    cores, parent = os.sched_getaffinity(0), os.getppid()
     with suppress(OSError):
-        cores |= os.sched_getaffinity(os.getppid())
+        if os.path.samefile(f"/proc/{parent}/exe", "/proc/self/exe"):
+            cores |= os.sched_getaffinity(parent)
     return cores
 
 

@@ -35,7 +35,7 @@ _MOST_LAYOUTS = 64
 class Packer:
     """Moves one side's pages to and from slots. Made once per peer.
 
-    ``is_blocking``: ``pack`` and ``unpack`` return after the bytes were moved, by the calling thread.
+    ``is_blocking``: ``pack`` and ``unpack`` return after the bytes were moved.
     Where the source has no block for a position, the slot gets zeros; where the target has none, the
     slot's bytes count only for the digest. Gaps between streams, less than 16 bytes each, are not written.
 

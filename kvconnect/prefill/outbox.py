@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvconnect.prefill.send_path import SendPath
 
 _MOST_BYTES_IN_TURN = 16 << 20
-"""After packing so many bytes itself, some milliseconds, this thread serves everything else."""
+"""This thread packs about so many bytes of one sending itself, then looks at others: some milliseconds."""
 
 Columns = tuple[int, int, int]
 """One batch: source address, target address, length in bytes."""
@@ -216,7 +216,7 @@ class SlotOutbox:
 
     def _pack_next(self) -> int:
         """Begin to pack the next chunk. Returns its bytes."""
-        # The slot that the peer used last: with a CPU, its memory is still in the processor's cache.
+        # The slot that the peer used last: with a CPU, its memory may still be in the processor's cache.
         grant = self._grants.pop()
         chunk, staged = self._take()
         length_bytes = staged.total_bytes

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -272,22 +275,53 @@ def test_a_processor_packs_and_unpacks_in_no_thread_of_torch():
     assert not threads[3] - threads[2]
 
 
+CORES_OF_A_HELPER = """
+import os
+from kvconnect.pack import numpy_mover
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(*numpy_mover._helpers().submit(os.sched_getaffinity, 0).result())
+"""
+
+
+@pytest.mark.parametrize("parent", ["this program", "a shell"])
+def test_threads_that_copy_use_the_cores_of_a_parent_that_runs_the_same_program(parent):
+    """A serving stack binds its child's first thread to one core; a user binds what a shell starts."""
+    command = [sys.executable, "-c", CORES_OF_A_HELPER]
+    if parent == "a shell":
+        # The shell waits, rather than to become the program.
+        command = ["sh", "-c", f"{shlex.join(command)}; true"]
+    ended = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    cores = os.sched_getaffinity(0)
+    assert set(map(int, ended.stdout.split())) == (cores if parent == "this program" else {min(cores)})
+
+
 @pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
-def test_threads_that_copy_use_the_cores_that_this_process_was_started_with():
-    """A serving stack binds the thread that it begins others in to one core."""
-    found = []
+def test_a_share_whose_thread_cannot_be_started_is_not_copied_later(monkeypatch):
+    """The library queues it before it starts a thread for it."""
+    _side, packer, staged = one_way("numpy")
+    slot, moved, started, start = slot_for(staged), [], [], threading.Thread.start
 
-    def bound():
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        for cached in (numpy_mover._cores, numpy_mover._helpers):
-            cached.cache_clear()
-        found.append(numpy_mover._helpers().submit(os.sched_getaffinity, 0).result())
+    def start_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
 
-    thread = threading.Thread(target=bound)
-    thread.start()
-    thread.join()
-    numpy_mover._cores.cache_clear()
-    assert found == [os.sched_getaffinity(os.getppid())]
+    def move_rows(*_arguments):
+        time.sleep(0.1)
+        moved.append(threading.current_thread())
+
+    numpy_mover._helpers.cache_clear()
+    with copied_by(3, _move_rows=move_rows, _shares=lambda moves, _most: [moves] * 3):
+        monkeypatch.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(RuntimeError, match="can't start"):
+            packer.pack(slot.data_ptr(), staged, 1)
+        before = len(moved)
+        time.sleep(0.3)
+        assert len(moved) == before
+        monkeypatch.undo()
+        packer.pack(slot.data_ptr(), staged, 1)
+        assert len(set(moved[before:])) == 3
 
 
 @pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
