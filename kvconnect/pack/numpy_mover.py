@@ -101,7 +101,7 @@ def _shares(moves: Sequence[Move], most: int) -> list[Sequence[Move]]:
             if first < stop:
                 which = slice(move.which.start + first, move.which.start + stop)
                 share.append(replace(move, which=which, wire=move.wire[first:stop]))
-    return [share for share in shares if share]
+    return [share for share in shares if share] or [moves]
 
 
 @functools.cache
@@ -113,8 +113,8 @@ def _helpers() -> ThreadPoolExecutor:
 def _cores() -> set[int]:
     """The cores of this thread, and those of the process that started this one if it runs the same program.
 
-    Serving stacks bind the processes that compute to cores, and a thread's first core is all that threads
-    which it starts inherit. The process that answers clients, their parent, is not bound.
+    A serving stack binds each thread that computes to one core, and threads that it starts inherit that core.
+    The stack's process that answers clients, the parent of those that compute, is not bound.
     """
     cores, parent = os.sched_getaffinity(0), os.getppid()
     with suppress(OSError):

@@ -275,6 +275,11 @@ def test_a_processor_packs_and_unpacks_in_no_thread_of_torch():
     assert not threads[3] - threads[2]
 
 
+def test_a_chunk_without_lanes_here_is_one_share():
+    with copied_by(4):
+        assert numpy_mover._shares((), 4) == [()]
+
+
 CORES_OF_A_HELPER = """
 import os
 from kvconnect.pack import numpy_mover
